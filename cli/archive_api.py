@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
@@ -57,17 +57,26 @@ class ArchiveApi(Control):
         rows = self.get_packed(f"{path}/trajectories", absent=(404, 500), builder=builder)
         if rows == 404:
             return None
-        # A service of an earlier version sends no log.
-        log = page.get("log", "")
+        # A service of an earlier version sends no log and no images.
+        rest: dict[str, Any] = {"log": page.get("log", "")}
+        try:
+            rest["media"] = {digest: self._request("GET", f"{path}/media/{digest}").content for digest in page.get("media", ())}
+        except Declined as declined:
+            if declined.status == 404:
+                return None
+            raise
         stored = (page["session"], records, page["delivered"], page["intents"])
         if isinstance(rows, int):
-            return ArchivedSession(*stored, problem="the service could not build its trajectories; its log says why", log=log)
-        return ArchivedSession(*stored, rows["trajectories"], rows["accounting"], log=log)
+            return ArchivedSession(*stored, problem="the service could not build its trajectories; its log says why", **rest)
+        return ArchivedSession(*stored, rows["trajectories"], rows["accounting"], **rest)
 
     def restore_session(self, session: ArchivedSession, *, deliver: bool) -> str:
         """Put the session into the service's store: `restored`, or `present` if it already holds the session."""
         path = f"/sessions/{quote(session.state['session_id'], safe='')}/records"
         outcome = ""
+        for media in _split_media(session.media):
+            body = {"session": dict(session.state), "start": 0, "records": [], "last": False, "media": media}
+            self._request("POST", path, content=msgpack.packb(body))
         for start, records, last in _split(session.records):
             body = {"session": dict(session.state), "start": start, "records": records, "last": last}
             if last:
@@ -91,6 +100,18 @@ class ArchiveApi(Control):
 
 def _may_pass(error: BaseException) -> bool:
     return is_transient(error) or (isinstance(error, ServiceError) and error.status == 504)
+
+
+def _split_media(media: Mapping[str, bytes]) -> Iterator[dict[str, bytes]]:
+    """The images, at most PART_BYTES at a time, or one."""
+    part: dict[str, bytes] = {}
+    for digest, data in media.items():
+        if part and sum(map(len, part.values())) + len(data) > PART_BYTES:
+            yield part
+            part = {}
+        part[digest] = data
+    if part:
+        yield part
 
 
 def _split(records: Iterable[tuple[str, bytes]]) -> Iterator[tuple[int, list[tuple[str, bytes]], bool]]:

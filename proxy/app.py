@@ -17,7 +17,7 @@ from functools import cache, partial
 
 from fastapi import APIRouter, FastAPI
 
-from proxy.api import archive, batches, calls, dead_letters, engines, run, sessions, weights
+from proxy.api import archive, batches, calls, dead_letters, engines, media, run, sessions, weights
 from proxy.api.admission import reclaim_places
 from proxy.api.closing import build_group_defaults, choose_sweep_interval, close_idle, finish_announced
 from proxy.api.openapi import build_document
@@ -32,6 +32,7 @@ from proxy.engine.pool.pool import EnginePool
 from proxy.engine.weights.keeper import WeightMetrics
 from proxy.engine.weights.push import WeightUpdater
 from proxy.errors import StoreUnavailable
+from proxy.images import ImageBounds
 from proxy.metrics import Metrics
 from proxy.retention import Retention
 from proxy.services import Services
@@ -39,6 +40,7 @@ from proxy.settings import Settings
 from proxy.store.archive import ArchiveStore
 from proxy.store.connection import StoreConnection
 from proxy.store.delivery import DeliveryStore
+from proxy.store.media import MediaStore
 from proxy.store.service import EngineStore, PeerStore, RedisClock, RetentionStore, WeightStore
 from proxy.store.sessions import SessionStore
 from proxy.timeline import Inflight
@@ -83,7 +85,7 @@ def create_app(settings: Settings, *adding: Adding) -> Harness:
 def build_control_router() -> APIRouter:
     """Sessions, batches, weights, engines and health. Its errors need `proxy.api.requests.install_error_handlers(app)`."""
     router = APIRouter()
-    for part in (sessions, calls, archive, dead_letters, batches, weights, run, engines):
+    for part in (sessions, calls, media, archive, dead_letters, batches, weights, run, engines):
         router.routes.extend(part.router.routes)
     router.routes.extend(engines.health_router.routes)
     return router
@@ -108,10 +110,17 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
         engines=engines,
         clock=RedisClock(store),
         archive=ArchiveStore(store, sessions),
+        media=MediaStore(store),
         pool=pool,
         renderer=renderer,
         updater=WeightUpdater(pool, weights, settings, WeightMetrics(metrics.registry, lambda: pool.replicas)),
-        trees=SessionTrees(sessions, settings.session_cache, settings.session_cache_bytes, settings.volatile_lines),
+        trees=SessionTrees(
+            sessions,
+            settings.session_cache,
+            settings.session_cache_bytes,
+            settings.volatile_lines,
+            build_image_bounds(settings),
+        ),
         inflight=inflight,
         peers=Peers(process, PeerStore(store), sessions, inflight, settings.close_wait_seconds),
         metrics=metrics,
@@ -119,6 +128,16 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
     metrics.watch_engines(lambda: [*pool.replicas, *pool.draining], pool.seats.depths)
     metrics.watch(lambda: len(services.inflight))
     return services
+
+
+def build_image_bounds(settings: Settings) -> ImageBounds:
+    return ImageBounds(
+        settings.max_image_bytes,
+        settings.max_image_pixels,
+        settings.max_call_images,
+        settings.max_session_images,
+        settings.remote_media,
+    )
 
 
 @contextlib.asynccontextmanager

@@ -101,7 +101,7 @@ class Retention:
                 is_old = state.closed_at is not None and state.closed_at < closed_before
                 if excess <= 0 and not is_old:
                     continue
-                excess -= await self._store.measure_session(state.info.session_id) if excess > 0 else 0
+                excess -= await self._measure(state) if excess > 0 else 0
                 batch.append(state)
             if len(batch) >= CLEARED_AT_ONCE:
                 yield batch
@@ -110,6 +110,11 @@ class Retention:
                 break
         if batch:
             yield batch
+
+    async def _measure(self, state: SessionState) -> int:
+        """Bytes that go with the session, images that others have too among them."""
+        images = await self._services.media.sizes(state.info.session_id, state.info.created_at)
+        return await self._store.measure_session(state.info.session_id) + sum(images.values())
 
     async def _load_free(self, members: list[str]) -> list[SessionState]:
         """Those of the listing's `members` that are closed and that no trainer will get."""
@@ -206,13 +211,17 @@ class Retention:
 async def collect(services: Services, state: SessionState, builder: str = "merged") -> ArchivedSession:
     """The closed session with everything an archive holds. If its records contradict each other it has no trajectories, but a `problem`."""
     session_id = state.info.session_id
-    records, delivered, intents, log_text = await asyncio.gather(
+    records, delivered, intents, log_text, images = await asyncio.gather(
         services.archive.load_named_records(session_id, 0, -1),
         services.sessions.load_delivered(session_id),
         services.sessions.load_intents(session_id),
         services.sessions.load_log(session_id),
+        services.media.sizes(session_id, state.info.created_at),
     )
-    whole = ArchivedSession(session_as_wire(state), records, sorted(delivered), intents_as_wire(intents), log=log_text)
+    media = await services.media.load(images)
+    whole = ArchivedSession(
+        session_as_wire(state), records, sorted(delivered), intents_as_wire(intents), log=log_text, media=media
+    )
     plain = [record for _, record in records]
     try:
         built = await asyncio.to_thread(rows.build_rows, services.settings, state, plain, intents, delivered, builder)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from proxy.settings import Settings
     from proxy.store.archive import ArchiveStore
     from proxy.store.delivery import DeliveryStore
+    from proxy.store.media import MediaStore
     from proxy.store.service import EngineStore, RedisClock, WeightStore
     from proxy.store.sessions import SessionStore
     from proxy.timeline import Inflight
@@ -36,6 +37,7 @@ class Services:
     weights: WeightStore
     engines: EngineStore
     archive: ArchiveStore
+    media: MediaStore
     pool: EnginePool
     renderer: LocalRenderer
     updater: WeightUpdater

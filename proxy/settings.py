@@ -183,9 +183,21 @@ class Settings(BaseSettings):
     max_session_bytes: int = Field(128 * 2**20, ge=0)
     """Uncompressed size of the messages and tokens of one session, after which its calls get 413; the call that reaches the limit is still
     recorded. A process that serves the session needs up to four times as much memory. 0: no limit."""
+    max_image_bytes: int = Field(20 * 2**20, ge=1)
+    """Largest image in a message, in bytes as it is sent, base64 undone."""
+    max_image_pixels: int = Field(40_000_000, ge=1)
+    """Most pixels of an image, width times height, checked before it is decoded."""
+    max_call_images: int = Field(128, ge=0)
+    """Most images of one call, those of its history included. The engine has a limit of its own (vLLM's --limit-mm-per-prompt)."""
+    max_session_images: int = Field(2048, ge=0)
+    """Most different images of one session. Their bytes count towards `max_session_bytes`."""
+    image_cache_bytes: int = Field(256 * 2**20, ge=0)
+    """Memory in one process for images that were used last; others are read from the store when a call needs them."""
     remote_media: bool = False
-    """Accept messages that refer to images or other media by URL, which the engine, not this service, fetches from its own network.
-    Otherwise only data URLs are accepted."""
+    """Fetch images that messages name by URL. The service does, within the limits above; the engine never does. Otherwise only data URLs
+    are accepted."""
+    remote_media_private: bool = False
+    """Fetch them also from addresses that are not public, such as the service's own network."""
 
     thinking: Literal["template", "retain"] = "template"
     """What to do when the chat template drops earlier thinking at a new user turn: branch, so that training sees what the deployed model

@@ -6,17 +6,22 @@ it over vLLM's `/render`, and Verbatim's plugin inside vLLM with the engine's ow
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from reconstruct.media import Ranges, carry_ranges, collapse, count_media
 from reconstruct.messages import Message, reasoning_of
 from reconstruct.records import Ids, shared_length
 
 IDS_UNKNOWN = "ids_unknown"
 """Why a call does not extend its parent: the engine did not tell the ids of one of the two."""
+
+MEDIA_UNPLACED = "media_unplaced"
+"""Why a call with images does not extend its parent: its images cannot be told apart from a placeholder that was sampled, or the template
+shows others than the messages have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,7 @@ class Parent:
     """The call that a request continues. `history` are the first messages of the request as the parent's lineage recorded them, the
     parent's reply last; `tail` are the others, with calls named as the lineage names them. `ids` are the parent's prompt and completion,
     the last `sampled` of them its completion; None: not known. `closed`: the model ended the turn itself. `asked` is what the template
-    made of the parent's request, if known.
+    made of the parent's request, if known. `media` are the ranges of its images in `ids`.
 
     `redressed`: the parent's rendering depended on other things than messages (see reconstruct.messages.dress), so that a rendering is
     to prove that it makes no difference."""
@@ -44,6 +49,7 @@ class Parent:
     closed: bool
     asked: Ids | None = None
     redressed: bool = False
+    media: Ranges = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,13 +57,14 @@ class Prompt:
     """The ids to sample after, and why they are a fresh rendering (None: they extend the parent, or there is none).
 
     `rendering` is what the template makes of the whole request, `close` its turn end, once known. `continues`: the request still
-    continues its parent, which is False if that was rendered otherwise."""
+    continues its parent, which is False if that was rendered otherwise. `media` are the ranges of its images in `ids`."""
 
     ids: Ids
     branch_reason: str | None
     rendering: Ids
     close: Ids | None
     continues: bool
+    media: Ranges = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +79,29 @@ class Step:
 Steps = Generator[Step, Sequence[Ids], tuple[Prompt, Rendering]]
 
 
-def plan(messages: Sequence[Message], parent: Parent | None, close: Ids | None, *, retain_thinking: bool) -> Steps:
+def _no_media(_: Rendering) -> Ranges:
+    return ()
+
+
+def plan(
+    messages: Sequence[Message],
+    parent: Parent | None,
+    close: Ids | None,
+    *,
+    retain_thinking: bool,
+    media_of: Callable[[Rendering], Ranges] = _no_media,
+) -> Steps:
     """The prompt of `messages`, and which of the renderings was that of the whole request. `close` is the template's turn end, if known
-    from an earlier call."""
+    from an earlier call. `media_of` has the ranges of a rendering that was answered."""
     continues = parent is not None and (yield from _renders_alike(parent))
     if parent is None or not continues or not parent.tail:
-        return (yield from _render_afresh(messages, None, close, continues))
+        return (yield from _render_afresh(messages, None, close, continues, media_of))
     if parent.ids is None:
-        return (yield from _render_afresh(messages, IDS_UNKNOWN, close, continues))
+        return (yield from _render_afresh(messages, IDS_UNKNOWN, close, continues, media_of))
     if close is None:
         close = yield from _find_turn_end()
         if close is None:
-            return (yield from _render_afresh(messages, "turn_end_unknown", None, continues))
+            return (yield from _render_afresh(messages, "turn_end_unknown", None, continues, media_of))
     *history, said = parent.history
     reply = Reply(said, parent.ids[len(parent.ids) - parent.sampled :], parent.closed)
     steps = derive(history, reply, parent.tail, close, retain_thinking=retain_thinking, asked=parent.asked)
@@ -98,8 +116,15 @@ def plan(messages: Sequence[Message], parent: Parent | None, close: Ids | None, 
             break
         rendered = yield Step(wanted, required=False)
     if isinstance(outcome, Refusal):
-        return (yield from _render_afresh(messages, outcome.reason, close, continues))
-    return Prompt(np.concatenate((parent.ids, outcome.ids)), None, rendering, close, continues), whole
+        return (yield from _render_afresh(messages, outcome.reason, close, continues, media_of))
+    ids, media = np.concatenate((parent.ids, outcome.ids)), media_of(whole)
+    if media or parent.media:
+        held = count_media(parent.history), count_media(parent.tail)
+        carried = carry_ranges(parent.ids, parent.media, ids, rendering, media, *held)
+        if carried is None or collapse(ids, carried) is None:
+            return (yield from _render_afresh(messages, MEDIA_UNPLACED, close, continues, media_of))
+        media = carried
+    return Prompt(ids, None, rendering, close, continues, media), whole
 
 
 def _renders_alike(parent: Parent) -> Generator[Step, Sequence[Ids], bool]:
@@ -125,10 +150,16 @@ def _find_turn_end() -> Generator[Step, Sequence[Ids], Ids | None]:
     raise AssertionError("the turn end is found in one step")
 
 
-def _render_afresh(messages: Sequence[Message], branch_reason: str | None, close: Ids | None, continues: bool) -> Steps:
+def _render_afresh(
+    messages: Sequence[Message],
+    branch_reason: str | None,
+    close: Ids | None,
+    continues: bool,
+    media_of: Callable[[Rendering], Ranges],
+) -> Steps:
     whole = Rendering(messages, True)
     (ids,) = yield Step((whole,), required=True)
-    return Prompt(ids, branch_reason, ids, close, continues), whole
+    return Prompt(ids, branch_reason, ids, close, continues, media_of(whole)), whole
 
 
 # The bridge: the ids that the template puts between a sampled reply and the next generation, proven from the engine's renderings.

@@ -13,6 +13,7 @@ import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
 
 from proxy.api.closing import CLOSED, fill_group, load_session
+from proxy.api.media import restore_media
 from proxy.api.requests import (
     MSGPACK,
     Body,
@@ -36,8 +37,9 @@ router = APIRouter(prefix="/sessions", tags=["archive"], dependencies=[Depends(r
 
 
 class Restore(msgspec.Struct, forbid_unknown_fields=True):
-    """Part of a session: `records` from number `start` on. The `last` part carries the remaining state and closes the session. With
-    `deliver` the session joins its group as if it had been closed now; otherwise it is never delivered to a trainer."""
+    """Part of a session: `records` from number `start` on, and `media`, bytes of images by digest. The `last` part carries the remaining
+    state and closes the session. With `deliver` the session joins its group as if it had been closed now; otherwise it is never delivered
+    to a trainer."""
 
     session: dict[str, Any]
     start: int
@@ -47,6 +49,7 @@ class Restore(msgspec.Struct, forbid_unknown_fields=True):
     intents: list[dict[str, Any]] = []
     log: Annotated[str, msgspec.Meta(max_length=LOG_CHARACTERS)] = ""
     deliver: bool = False
+    media: dict[str, bytes] = {}
 
     def stored_intents(self) -> list[Intent]:
         """Raises `RequestError` for an invalid intent."""
@@ -70,7 +73,7 @@ async def export_records(
     limit: Annotated[int, Query(ge=1, le=1000, description="Records per part.")] = 100,
 ) -> Response:
     """Answers msgpack: `session`, `delivered`, `intents`, `records` as the store holds them, and `next_start`. The last part has
-    the `log`."""
+    the `log`, and the digests of the session's images: `media`."""
     state = await load_session(services, session_id)
     named, delivered, intents = await asyncio.gather(
         services.archive.load_named_records(session_id, start, start + limit - 1),
@@ -79,9 +82,12 @@ async def export_records(
     )
     following = start + len(named)
     next_start = following if following < state.calls else None
-    log = await services.sessions.load_log(session_id) if next_start is None else ""
+    log, images = "", {}
+    if next_start is None:
+        log = await services.sessions.load_log(session_id)
+        images = await services.media.sizes(session_id, state.info.created_at)
     part = part_as_wire(state, delivered, intents, named, next_start, log)
-    return encode_response(part, Form.MSGPACK)
+    return encode_response({**part, "media": sorted(images)}, Form.MSGPACK)
 
 
 @router.post(
@@ -97,6 +103,8 @@ async def import_records(request: Request, services: Served, session_id: Session
     part, state = _decode_part(await read_body(request, services.settings.max_body_bytes))
     _check(part, state, session_id)
     await services.archive.restore(state.info, part.start, part.records)
+    if part.media:
+        await restore_media(services, state, part.media)
     if not part.last:
         return json_response({"session_id": session_id, "outcome": "part", "group": None})
     if part.deliver:

@@ -147,6 +147,8 @@ async def _resume(services: Services, announced: Announced) -> None:
         if state is not None and state.info.created_at == request.created_at:
             await _finish_delete(services, session_id)
         else:
+            if request.created_at is not None:
+                await services.media.release(session_id, request.created_at)
             await services.delivery.retract(session_id)
     elif state is not None and state.status in CLOSED:
         await fill_group(services, state)
@@ -181,6 +183,7 @@ async def _finish_delete(services: Services, session_id: str) -> None:
         await services.delivery.retract(session_id)
         raise
     await services.sessions.delete(session_id)
+    await services.media.release(session_id, state.info.created_at)
     await _withdraw_deleted(services, session_id)
     await services.delivery.retract(session_id)
     services.trees.forget(session_id)

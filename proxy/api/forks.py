@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from proxy.api import closing
+from proxy.api.media import restore_media
 from proxy.archive.folder import MANIFEST, ArchiveReader
 from proxy.archive.tables import ArchivedSession
 from proxy.call.recording import RecordedRequest, Recording
@@ -138,6 +139,8 @@ async def _restore(services: Services, session_id: str, fork_id: str, read_state
     intents = msgspec.convert(list(found.intents), list[Intent])
     now = await services.clock.now()
     await services.archive.restore(state.info, 0, found.records)
+    if found.media:
+        await restore_media(services, state, found.media)
     await services.sessions.pin(fork_id, Fork(session_id, state.info.created_at, state.calls), now)
     await services.archive.finish(state, found.delivered, intents, now, found.log)
     return await closing.load_session(services, session_id)

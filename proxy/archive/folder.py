@@ -3,8 +3,8 @@
     manifest.json  sessions-000000.parquet  records-000000.parquet  trajectories-000000.parquet  sessions-000001.parquet  …
 
 A part is written file by file, each there whole or not at all, and counts once the manifest, replaced last, lists it. The next writer
-removes what a killed one left unlisted. A session is in the folder once (`ArchiveWriter.holds`). A lock on the folder admits one writer
-at a time.
+removes what a killed one left unlisted. A session is in the folder once (`ArchiveWriter.holds`), and so is an image, in the part of the
+first session that has it. A lock on the folder admits one writer at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -66,6 +66,7 @@ class ArchiveReader:
         if manifest is None:
             raise ArchiveError(f"{folder} holds no archive: it has no {MANIFEST}")
         self.manifest: dict[str, Any] = manifest
+        self._images: dict[str, int] | None = None
 
     @property
     def parts(self) -> list[dict[str, Any]]:
@@ -79,7 +80,7 @@ class ArchiveReader:
             for record in self._rows(part, "records"):
                 records.setdefault(record["session_id"], []).append(record)
             for row in self._rows(part, "sessions"):
-                yield session_of(row, records.get(row["session_id"], ()))
+                yield session_of(row, records.get(row["session_id"], ()), self._load_media(row))
 
     def find(self, session_id: str) -> ArchivedSession | None:
         """The session of that id, the one archived last if there were several. Raises as `sessions`."""
@@ -87,8 +88,23 @@ class ArchiveReader:
             rows = [row for row in self._rows(part, "sessions") if row["session_id"] == session_id]
             if rows:
                 records = [row for row in self._rows(part, "records") if row["session_id"] == session_id]
-                return session_of(max(rows, key=lambda row: row["created_at"]), records)
+                last = max(rows, key=lambda row: row["created_at"])
+                return session_of(last, records, self._load_media(last))
         return None
+
+    def _load_media(self, session: Row) -> dict[str, bytes]:
+        """The session's images, from whichever parts have them."""
+        wanted = set(session.get("media") or ())
+        if wanted and self._images is None:
+            listed = ((at, read_digests(self.folder, part)) for at, part in enumerate(self.parts))
+            self._images = {digest: at for at, digests in listed for digest in digests}
+        found: dict[str, bytes] = {}
+        for at in sorted({(self._images or {}).get(digest, -1) for digest in wanted} - {-1}):
+            rows = self._rows(self.parts[at], "media")
+            found |= {row["digest"]: row["data"] for row in rows if row["digest"] in wanted}
+        if lost := wanted - found.keys():
+            raise ArchiveError(f"{self.folder} lacks the image {min(lost)} of session {session['session_id']}")
+        return found
 
     def _rows(self, part: dict[str, Any], table: str) -> list[Row]:
         entry = part["files"].get(table)
@@ -101,9 +117,10 @@ class ArchiveReader:
 
 
 class KnownSessions:
-    """The keys of the sessions in a folder, about a hundred bytes each. Reads each part once."""
+    """The keys of the sessions in a folder and the digests of its images, about a hundred bytes each. Reads each part once."""
 
     def __init__(self) -> None:
+        self.images: set[str] = set()
         self._keys: set[Key] = set()
         self._parts: set[str] = set()
 
@@ -112,11 +129,12 @@ class KnownSessions:
             if part["files"]["sessions"]["sha256"] not in self._parts:
                 path = folder / part["files"]["sessions"]["name"]
                 rows = read_table(path, "sessions", ["session_id", "created_at"])
-                self.add(part, {(row["session_id"], row["created_at"]) for row in rows})
+                self.add(part, {(row["session_id"], row["created_at"]) for row in rows}, read_digests(folder, part))
 
-    def add(self, part: dict[str, Any], keys: set[Key]) -> None:
+    def add(self, part: dict[str, Any], keys: set[Key], images: Iterable[str]) -> None:
         self._parts.add(part["files"]["sessions"]["sha256"])
         self._keys |= keys
+        self.images.update(images)
 
     def __contains__(self, key: Key) -> bool:
         return key in self._keys
@@ -179,7 +197,7 @@ class ArchiveWriter:
             return 0
         part = self._write_part(list(self._waiting.values()))
         self._replace_manifest({"complete": False, "parts": [*self.manifest["parts"], part]})
-        self.known.add(part, set(self._waiting))
+        self.known.add(part, set(self._waiting), (digest for session in self._waiting.values() for digest in session.media))
         self._waiting, self._waiting_bytes = {}, 0
         return written
 
@@ -194,6 +212,8 @@ class ArchiveWriter:
         for session in sessions:
             for table, made in rows_of(session).items():
                 rows[table] += made
+        new = {row["digest"]: row for row in rows["media"] if row["digest"] not in self.known.images}
+        rows["media"] = list(new.values())
         files = {
             table: write_table(self.folder / f"{table}-{number}.{self.format}", table, made)
             for table, made in rows.items()
@@ -242,6 +262,12 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         known = ", ".join(map(str, READ_VERSIONS))
         raise ArchiveError(f"{folder} holds an archive of schema version {version}; this build reads {known}")
     return manifest
+
+
+def read_digests(folder: Path, part: dict[str, Any]) -> set[str]:
+    """Those of the images in the part."""
+    entry = part["files"].get("media")
+    return set() if entry is None else {row["digest"] for row in read_table(folder / entry["name"], "media", ["digest"])}
 
 
 def _lock(folder: Path) -> IO[str]:

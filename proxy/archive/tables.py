@@ -1,12 +1,12 @@
-"""The three tables of an archive: their columns, a session as their rows, and back. docs/store.md explains each column.
+"""The four tables of an archive: their columns, a session as their rows, and back. docs/store.md explains each column.
 
-`trajectories` has one row per training row, `sessions` one per session, `records` one per call in the store's encoding. Columns of kind
-`json` hold JSON text: their objects differ from row to row, which no column type survives. A changed column is a new SCHEMA_VERSION.
+`trajectories` has one row per training row, `sessions` one per session, `records` one per call in the store's encoding, `media` one per
+image, which several sessions may have. Columns of kind `json` hold JSON text: their objects differ from row to row, which no column type
+survives. A changed column is a new SCHEMA_VERSION.
 
 Version 2 adds a row's logprob mode, token details and policy; version 3 whether a session is trained; version 4 the source of a row's
 role, and a session's echo policy, budget, dangling calls and completeness; version 5 a row's text and tools; version 6 what a session
-replays, its replayed tokens, and its log; version 7 a row's media, and how a session looks
-ahead. The versions read alike otherwise.
+replays, its replayed tokens, and its log; version 7 images, and how a session looks ahead. The versions read alike otherwise.
 """
 
 from __future__ import annotations
@@ -96,10 +96,12 @@ SESSIONS = {
     "replayed_tokens": "int64",
     "problem": "string",
     "log": "string",
+    "media": "list<string>",
 }
+MEDIA = {"digest": "string", "data": "binary"}
 RECORDS = {"session_id": "string", "position": "int32", "call_id": "string", "record": "binary"}
 
-TABLES = {"sessions": SESSIONS, "records": RECORDS, "trajectories": TRAJECTORIES}
+TABLES = {"sessions": SESSIONS, "records": RECORDS, "trajectories": TRAJECTORIES, "media": MEDIA}
 
 _ARRAYS = {"token_ids": "<i4", "loss_mask": "i1", "logprobs": "<f4"}
 _DETAILS = {"top_token_ids": "<i4", "top_logprobs": "<f4", "prompt_logprobs": "<f4", "routed_experts": "<i2"}
@@ -118,7 +120,7 @@ class ArchivedSession:
     `state` is the session as in `GET /sessions/{id}`; `records` are (call id, record bytes) in store order; `delivered` the calls whose
     reply was delivered whole; `intents` the calls without a record. `trajectories` are in wire form with packed arrays, and may have a
     `text` and `tools`. `problem`: why there are none, when the session's records contradict each other. `log`: the end of what the agent
-    printed, "" if it is not known.
+    printed, "" if it is not known. `media`: the bytes of its images by digest.
     """
 
     state: Mapping[str, Any]
@@ -129,6 +131,7 @@ class ArchivedSession:
     accounting: Mapping[str, Any] = field(default_factory=dict)
     problem: str | None = None
     log: str = ""
+    media: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[str, float]:
@@ -140,7 +143,8 @@ class ArchivedSession:
         """Approximate size in memory and on disk."""
         arrays = sum(len(row[name]) for row in self.trajectories for name in _ARRAYS)
         arrays += sum(len(row[name]["data"]) for row in self.trajectories for name in _DETAILS if name in row)
-        return arrays + sum(len(record) for _, record in self.records) + len(self.log) + 1024
+        images = sum(map(len, self.media.values()))
+        return arrays + images + sum(len(record) for _, record in self.records) + len(self.log) + 1024
 
 
 def rows_of(session: ArchivedSession) -> dict[str, list[Row]]:
@@ -152,11 +156,12 @@ def rows_of(session: ArchivedSession) -> dict[str, list[Row]]:
             for position, (call_id, record) in enumerate(session.records)
         ],
         "trajectories": [_trajectory_row(row, session.state) for row in session.trajectories],
+        "media": [{"digest": digest, "data": data} for digest, data in session.media.items()],
     }
 
 
-def session_of(row: Row, records: Sequence[Row]) -> ArchivedSession:
-    """The session of one row of `sessions` and its rows of `records`. Without trajectories, which follow from the records."""
+def session_of(row: Row, records: Sequence[Row], media: Mapping[str, bytes]) -> ArchivedSession:
+    """The session of one row of `sessions`, its rows of `records` and its images. Without trajectories, which follow from the records."""
     state = {name: row[name] for name in _PLAIN} | {name: json.loads(row[name]) for name in _JSON}
     # Archives of earlier versions lack these.
     state["trained"] = row.get("trained") is not False
@@ -170,6 +175,7 @@ def session_of(row: Row, records: Sequence[Row]) -> ArchivedSession:
         delivered=row["delivered"],
         intents=state["intents"],
         log=row.get("log") or "",
+        media=media,
     )
 
 
@@ -207,6 +213,7 @@ def _session_row(session: ArchivedSession) -> Row:
         "replayed_tokens": accounting.get("replayed_tokens"),
         "problem": session.problem,
         "log": session.log or None,
+        "media": sorted(session.media),
     }
 
 

@@ -15,8 +15,10 @@ from urllib.parse import parse_qsl
 
 from proxy.auth import check_local, check_once, credential, key_opens, named_session, session_of_key
 from proxy.call.answer import Afterwork, Answer, Exchange
+from proxy.call.fetch import ImageFetcher
 from proxy.call.flow import Flow
 from proxy.call.http import JSON, Client, Place, Receive, Route, Routes, Scope, Send, headers_of, read_body
+from proxy.call.media import Media
 from proxy.call.observe import Observer
 from proxy.call.tree import Draft, ParseTurn, SessionTree
 from proxy.call.turn import Turn
@@ -34,6 +36,7 @@ from proxy.errors import (
     UnknownCall,
     VerbatimError,
 )
+from proxy.images import NotFetched, check_image
 from proxy.services import Services
 from proxy.store.states import SessionInfo
 from proxy.timeline import HARNESS, PARSE, REPLY, TIMELINE, Timeline, Waiting
@@ -57,13 +60,21 @@ class Harness:
         self.description: Callable[[], dict[str, Any]] = dict
         """Returns the service's OpenAPI document; set by whoever makes the application."""
         self._flow = Flow(
-            services.settings, services.pool, services.sessions, services.trees, services.inflight, services.metrics
+            services.settings,
+            services.pool,
+            services.sessions,
+            services.trees,
+            services.inflight,
+            services.metrics,
+            Media(services.media, services.settings.image_cache_bytes),
         )
         self._afterwork = Afterwork(services.sessions, services.stopping)
         self._observer = Observer.of(services.settings)
         self._dialects = dialects()
         self._routes = Routes(self._dialects.values())
-        self._parsing = Parsing(remote_media=services.settings.remote_media)
+        settings = services.settings
+        self._parsing = Parsing()
+        self._fetcher = ImageFetcher(private=settings.remote_media_private, most_bytes=settings.max_image_bytes)
         self._since = int(time.time())
         """`created` of every listed model: fixed, since a model must not seem to change between two requests."""
 
@@ -232,12 +243,22 @@ class Harness:
         return delivered and not turn.scope.cancelled
 
     async def _parse(self, draft: Draft, parse: Parse, incoming: Incoming) -> Request:
-        """Parse with what this process knows of the session, and if that is not enough, once more with what the store knows."""
-        try:
-            return await self._parsing.parse(draft, parse, incoming)
-        except UnknownCall:
-            await self._services.trees.refresh(draft.tree)
-            return await self._parsing.parse(draft, parse, incoming, again=True)
+        """Parse with what this process knows of the session, and if that is not enough, once more with what the store knows, and with the
+        images that it names by address. New images are decoded once, so that nothing of a broken one is kept."""
+        refreshed, request = False, None
+        while request is None:
+            try:
+                request = await self._parsing.parse(draft, parse, incoming, again=refreshed)
+            except NotFetched as missing:
+                draft.reader.take(missing.url, await self._fetcher.fetch(missing.url))
+            except UnknownCall:
+                if refreshed:
+                    raise
+                await self._services.trees.refresh(draft.tree)
+                refreshed = True
+        if draft.images:
+            await self._parsing.check_images(draft)
+        return request
 
     # Everything else, which records nothing.
 
@@ -253,8 +274,9 @@ class Harness:
 
     async def _count(self, exchange: Exchange, tree: SessionTree, route: Route, incoming: Incoming) -> None:
         dialect = self._dialects[route.dialect]
-        request = await self._parse(Draft(tree), dialect.parse_count, incoming)
-        tokens = await self._flow.count(tree, request)
+        draft = Draft(tree)
+        request = await self._parse(draft, dialect.parse_count, incoming)
+        tokens = await self._flow.count(draft, request)
         exchange.client.send_whole(200, JSON, cast(Counts, dialect).render_count(tokens))
 
     async def _look_up(self, tree: SessionTree, route: Route) -> bytes:
@@ -287,9 +309,8 @@ def _query(raw: bytes) -> dict[str, str]:
     return dict(pairs)
 
 
-# What a request could make an engine fetch. This service fetches nothing that a caller names, but an engine would, from a network that the
-# harness may not reach: media on the chat path, so addresses are accepted only with `remote_media`, and caches of other engines, which only
-# the operator may connect.
+# What a request could make an engine fetch, from a network that the harness may not reach: media by address (see `proxy.images`), and
+# caches of other engines, which only the operator may connect.
 
 TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 """vLLM's fields that name a host and port to fetch a cache from."""
@@ -302,25 +323,13 @@ def refuse_transfers(request: Request) -> None:
             raise RequestError(f"'{name}' is not taken from a harness", param=name)
 
 
-def refuse_remote_media(request: Request) -> None:
-    """Raise RequestError if a message names media by anything but a data URL."""
-    for message in request.messages:
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict):
-                _refuse_address(part)
-
-
-def _refuse_address(part: Mapping[str, Any]) -> None:
-    for name, value in part.items():
-        if not name.endswith("url"):
-            continue
-        address = value.get("url") if isinstance(value, dict) else value
-        if isinstance(address, str) and address[:5].lower() != "data:":
-            raise RequestError(
-                f"a message names its {name.removesuffix('_url')} by address; here media are taken as data URLs only",
-                param="messages",
-            )
+def count_images(request: Request, most: int) -> None:
+    """List the request's images. Raises RequestError for more than `most`."""
+    request.images = [digest for seen in request.history for digest in seen.images]
+    if len(request.images) > most:
+        raise RequestError(
+            f"the request has {len(request.images)} images, of at most {most} (VERBATIM_MAX_CALL_IMAGES)", param="messages"
+        )
 
 
 # Parsing: on the event loop for a small body, in a thread for a large one.
@@ -342,8 +351,7 @@ REST_FACTOR = 10
 
 
 class Parsing:
-    def __init__(self, *, remote_media: bool) -> None:
-        self._remote_media = remote_media
+    def __init__(self) -> None:
         self._thread = asyncio.Lock()
 
     async def parse(self, draft: Draft, parse: Parse, incoming: Incoming, *, again: bool = False) -> Request:
@@ -377,9 +385,21 @@ class Parsing:
         check_tools(request.tools)
         check_recordable(request.forward)
         refuse_transfers(request)
-        if not self._remote_media:
-            refuse_remote_media(request)
+        count_images(request, draft.tree.bounds.per_call)
         return request
+
+    async def check_images(self, draft: Draft) -> None:
+        """Decode the request's new images, one at a time. Raises RequestError."""
+        turn = draft.tree.parse_turn = draft.tree.parse_turn or ParseTurn()
+        async with turn.lock:
+            began = time.monotonic()
+            try:
+                for data in draft.images.values():
+                    async with self._thread:
+                        await asyncio.to_thread(check_image, data, draft.tree.bounds)
+            except RequestError:
+                turn.rests_until = time.monotonic() + REST_FACTOR * (time.monotonic() - began)
+                raise
 
 
 def _is_quick(body: bytes) -> bool:

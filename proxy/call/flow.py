@@ -17,6 +17,7 @@ from typing import Any
 
 from proxy.call.budget import check_budget, exhaust_total, find_room, fit_budget
 from proxy.call.lookahead import choose, find_lookahead
+from proxy.call.media import Media
 from proxy.call.prompts import plan_prompt, prompt_continuation
 from proxy.call.record import call_records, minted_choice, minted_delta, place
 from proxy.call.recording import Live, Recalled, Recording, Refused, Replayed
@@ -28,12 +29,14 @@ from proxy.call.turn import (
     Sampled,
     TokenPlan,
     Turn,
+    check_places,
     confirm_by_ids,
     continuation,
     fit_window,
     marks_of,
     parent_of,
     plan_tokens,
+    refuse_images,
     refuse_media,
     remember,
     take_prompt,
@@ -91,7 +94,9 @@ class Flow:
         trees: SessionTrees,
         inflight: Inflight,
         metrics: Metrics,
+        media: Media,
     ) -> None:
+        self._media = media
         self._settings = settings
         self._pool = pool
         self._kinds = pool.kinds
@@ -207,10 +212,14 @@ class Flow:
             await play(turn.request, reply, emit, pace, turn.scope)
         return reply
 
-    async def count(self, tree: SessionTree, request: Request) -> int:
+    async def count(self, draft: Draft, request: Request) -> int:
         """How many tokens the request's prompt has, as the engine counts them; nothing is recorded."""
-        replica = self._pool.pick(tree.info.session_id, request.model)
-        return await self._kinds.of(replica).count(replica, request)
+        replica = self._pool.pick(draft.tree.info.session_id, request.model)
+        kind = self._kinds.of(replica)
+        if request.images:
+            refuse_images(request, kind)
+            await self._media.load(draft, request)
+        return await kind.count(replica, request)
 
     async def _sample_at_some_replica(self, turn: Turn, emit: Emit) -> Sampled:
         """What the first replica that can be reached samples. Another one is tried only where nothing was sampled yet."""
@@ -265,11 +274,13 @@ class Flow:
         kind, sampling = self._kinds.of(replica), dict(turn.sampling)
         if turn.tree.has_budget:
             fit_budget(turn, sampling)
+        if turn.request.images and not turn.request.image_bytes:
+            await self._media.load(turn.draft, turn.request)
         if not kind.takes_ids:
             return Planned(turn, replica, found, None, sampling)
         turn.timeline.begin(PLAN)
         if turn.request.prompt is None:
-            refuse_media(turn.request, found, self._kinds)
+            refuse_media(turn.request, found, self._kinds, kind)
         if kind.plans(replica, turn.request):
             return Planned(turn, replica, found, None, sampling)
         with turn.scope.interruptible():
@@ -278,6 +289,8 @@ class Flow:
             else:
                 tokenizer = kind.tokenizer(replica, turn.request, self._kinds.id_text(turn.session_id))
                 plan = await plan_prompt(turn.tree, found, turn.request, tokenizer)
+        if plan.media or turn.request.images:
+            check_places(turn.request, plan.media)
         fit_window(turn.request, replica, sampling, len(plan.prompt_ids))
         if turn.tree.has_budget:
             fit_budget(turn, sampling, len(plan.prompt_ids))
@@ -298,10 +311,11 @@ class Flow:
         job = Job(turn.call_id, turn.request, planned.sampling, turn.scope, wanted=wanted_of(planned, self._settings))
         job.id_text = self._kinds.id_text(turn.session_id)
         if plan is not None:
-            job.prompt_ids, job.body = plan.prompt_ids, plan.body
+            job.prompt_ids, job.body, job.media = plan.prompt_ids, plan.body, plan.media
 
         def take_plan(prompt: Prompt, body: dict[str, Any]) -> None:
             nonlocal planned
+            check_places(turn.request, prompt.media)
             found, made = take_prompt(turn.tree, planned.found, prompt, body)
             planned = replace(planned, found=found, plan=made)
             if turn.request.stream:
@@ -328,6 +342,9 @@ class Flow:
             if job.plan is not None and error.param == BUDGET:
                 raise exhaust_total(turn) from error
             raise
+        if planned.plan is None and turn.request.images:
+            # Equal ids are equal context only where the same images stand behind them, and a chat endpoint does not say where.
+            outcome.prompt_ids = None
         check_sampled(outcome, logprob_mode(replica, self._settings))
         return Sampled(planned, outcome)
 
@@ -362,6 +379,8 @@ class Flow:
         size = sum(call.size_bytes for call in calls)
         # A long text is compressed beside everybody else's calls.
         records = _encoded(calls) if size <= _LONG_BYTES else await asyncio.to_thread(_encoded, calls)
+        if turn.request.images:
+            await self._media.keep(turn)
         with Waiting(STORE):
             total = await self._sessions.commit(turn.session_id, turn.call_id, records, size)
         turn.timeline.begin(REPLY)

@@ -16,6 +16,7 @@ from proxy.dialects.base import Choice, Delta, Request, tool_call_id
 from proxy.dialects.fields import NOTED, UNPARSED, arguments_object
 from proxy.engine.apis import reply as engine
 from reconstruct.accounting import FROZEN
+from reconstruct.media import Media, agreed_length, shift
 from reconstruct.messages import chain, digest_message
 from reconstruct.prompt import IDS_UNKNOWN
 from reconstruct.records import (
@@ -70,7 +71,7 @@ def call_records(
     turn, plan = planned.turn, planned.plan
     engine_seconds = turn.timeline.engine_seconds
     own_seconds = max(0.0, time.perf_counter() - turn.clock - engine_seconds)
-    where = place(turn.tree, found, sampled.prompt_ids, sampled.branch_reason)
+    where = place(turn.tree, found, sampled.prompt_ids, sampled.branch_reason, sampled.media)
     asked = {**turn.request.forward, **planned.sampling}
     sampling = effective_sampling(asked, plan.body if plan else None, logprob_mode)
     messages_from = found.reply_at + 1 if found.parent is not None else 0
@@ -132,11 +133,14 @@ class Place:
     base_id: str | None
     base_length: int
     delta_ids: Ids
+    media: tuple[Media, ...] = ()
 
 
-def place(tree: SessionTree, found: Continuation, prompt_ids: Ids | None, branch_reason: str | None) -> Place:
-    """Where `prompt_ids` (None: not known) hang: on the parent where they begin with all of its ids, else on the call that probably
-    shares most.
+def place(
+    tree: SessionTree, found: Continuation, prompt_ids: Ids | None, branch_reason: str | None, media: tuple[Media, ...] = ()
+) -> Place:
+    """Where `prompt_ids` (None: not known) with their `media` hang: on the parent where they begin with all of its ids, else on the call
+    that probably shares most.
 
     `branch_reason` is why the prompt is a fresh rendering, None when it was made to extend the parent. It is the place's where the
     prompt does not extend the parent.
@@ -147,6 +151,8 @@ def place(tree: SessionTree, found: Continuation, prompt_ids: Ids | None, branch
     base = _nearest_known(tree, parent_id or found.near or next(reversed(tree.forest.calls), None))
     known = tree.known_ids(base) if base is not None else None
     shared = shared_length(known, prompt_ids) if known is not None else 0
+    if base is not None and (media or tree.forest.has_media):
+        shared = agreed_length(shared, tree.forest.media(base), media)
     if parent_id is None:
         reason = _root_reason(tree, found)
     elif base != parent_id:
@@ -156,7 +162,8 @@ def place(tree: SessionTree, found: Continuation, prompt_ids: Ids | None, branch
     else:
         # Also where nothing proved it beforehand: a fresh rendering may begin with all of the parent's ids.
         reason = _fork_reason(tree, found, parent_id)
-    return Place(parent_id, reason, base if shared else None, shared, prompt_ids[shared:])
+    own = shift((each for each in media if each.start >= shared), -shared) if media else ()
+    return Place(parent_id, reason, base if shared else None, shared, prompt_ids[shared:], own)
 
 
 def _nearest_known(tree: SessionTree, call_id: str | None) -> str | None:
@@ -207,6 +214,9 @@ def _quarantine_reason(call: Sampled, sampled: engine.Sampled, frozen: bool) -> 
     if call.outcome.broken is not None and sampled.finish_reason != "abort":
         # A whole reply that no harness was given: nothing came of it.
         return "not_answered"
+    if call.media and not {*sampled.token_ids}.isdisjoint(call.placeholders):
+        # Whoever computes logprobs from pixels would look for an image behind it.
+        return "placeholder_sampled"
     if not _is_shown(call, sampled):
         return NOT_CHOSEN
     return FROZEN if frozen else ""
@@ -218,10 +228,10 @@ def _is_shown(call: Sampled, sampled: engine.Sampled) -> bool:
 
 
 def _node(where: Place, sibling: Call | None, sampled: engine.Sampled) -> Node:
-    base_id, base_length, delta_ids = where.base_id, where.base_length, pack_ids(where.delta_ids)
+    base_id, base_length, delta_ids, media = where.base_id, where.base_length, pack_ids(where.delta_ids), where.media
     if sibling is not None:
         base_id, base_length = sibling.call_id, where.base_length + len(where.delta_ids)
-        delta_ids = pack_ids(())
+        delta_ids, media = pack_ids(()), ()
     return Node(
         parent_id=where.parent_id,
         branch_reason=where.branch_reason,
@@ -232,6 +242,7 @@ def _node(where: Place, sibling: Call | None, sampled: engine.Sampled) -> Node:
         logprobs=pack_logprobs(sampled.logprobs),
         spans=sampled.spans,
         details=sampled.details and sampled.details.cut_to_delta(base_length, len(delta_ids)),
+        media=media,
     )
 
 

@@ -7,10 +7,11 @@ a retry replaced, and replies that broke off before any harness went on from the
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from proxy.errors import ReplayDiverged
+from proxy.images import images_in
 from proxy.store.states import Fork
 from reconstruct.accounting import settle
 from reconstruct.codec import decode
@@ -78,6 +79,7 @@ class Recording:
         self.refused: Mapping[str, str] = settled.refused
         self.sessions = frozenset(call.session_id for call in calls.values())
         self.size_bytes = sum(call.size_bytes for call in calls.values())
+        self.images = frozenset(digest for call in calls.values() for digest in _images(call))
         self.requests: list[RecordedRequest] = []
         self.pivot: RecordedRequest | None = None
         self._asked: dict[bytes, list[RecordedRequest]] = {}
@@ -127,3 +129,10 @@ def _group_choices(calls: Iterable[Call]) -> list[list[Call]]:
 
 def _request_of(call: Call) -> tuple[object, ...]:
     return call.node.parent_id, call.fingerprint, call.root_key, call.digest, call.started_at
+
+
+def _images(call: Call) -> Iterator[str]:
+    """The digests of the images in the call's own messages."""
+    if b'"image"' in call.messages:
+        for message in json.loads(call.messages):
+            yield from images_in(message)

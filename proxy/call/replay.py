@@ -32,6 +32,7 @@ from proxy.store.sessions import SessionStore
 from proxy.store.sessions import digest as digest_record
 from proxy.timeline import CancelScope
 from reconstruct.codec import encode
+from reconstruct.media import shift
 from reconstruct.messages import chain, digest_message
 from reconstruct.records import DIFFERS, DIVERGED, NO_TOKEN_IDS, PIVOT, REPLAY, Call, Node, pack_ids, pack_logprobs
 
@@ -236,8 +237,14 @@ def _rebase(tree: SessionTree, recording: Recording, call: Call) -> Call:
     parent_id, prompt = call.node.parent_id, recording.forest.prompt_ids(call.call_id)
     extends = parent_id is not None and recording.forest.extends(call.call_id)
     length = recording.forest.full_length(parent_id) if extends and parent_id is not None else 0
+    media = [each for each in recording.forest.media(call.call_id) if each.start >= length]
     node = replace(
-        call.node, base_id=parent_id if extends else None, base_length=length, delta_ids=prompt[length:], details=None
+        call.node,
+        base_id=parent_id if extends else None,
+        base_length=length,
+        delta_ids=prompt[length:],
+        details=None,
+        media=shift(media, -length),
     )
     return replace(call, node=node)
 

@@ -23,6 +23,7 @@ import numpy as np
 from proxy.call.recording import Recording
 from proxy.dialects.base import HistoryMessage, ItemReader, ParsedMessage
 from proxy.errors import Conflict, NotFound, Unauthorized, UnknownCall
+from proxy.images import ImageBounds, ImageReader, images_in
 from proxy.store.sessions import Begun, SessionStore, digest, is_reference, refer
 from proxy.store.states import Fork, SessionInfo
 from proxy.timeline import STORE, Waiting
@@ -106,9 +107,14 @@ class ParseTurn:
 class SessionTree:
     """One session's forest, with what was decoded, digested and compared once so that no call does it for its whole history."""
 
-    def __init__(self, info: SessionInfo, volatile: re.Pattern[str] | None = None) -> None:
+    def __init__(self, info: SessionInfo, volatile: re.Pattern[str] | None = None, bounds: ImageBounds | None = None) -> None:
         self.info = info
         self.has_budget = info.has_budget
+        self.bounds = bounds or ImageBounds()
+        self.kept_images: set[str] = set()
+        """The images that the store is known to keep for the session."""
+        self.fetched: dict[str, str] = {}
+        """The digests of images that were fetched for recorded calls, by address."""
         self.recording: Recording | None = None
         """What the session replays."""
         self._volatile = volatile
@@ -147,12 +153,17 @@ class SessionTree:
         if self._seen.setdefault(key, seen) is seen:
             self._bytes += size
 
-    def digest(self, heard: ParsedMessage) -> HistoryMessage:
+    def digest(self, heard: ParsedMessage, draft: Draft | None = None) -> HistoryMessage:
+        """`draft` takes the images of a message that a harness sent."""
         message = heard.message
+        images: tuple[str, ...] = ()
+        if draft is not None and type(message.get("content")) is list:
+            message, images = draft.reader.read(message)
         if self._volatile is not None:
             message = dict(without_lines(message, self._volatile))
         named = minted_call_ids(message)
-        return HistoryMessage(message, digest_message(message), (*named, heard.minted) if heard.minted else tuple(named))
+        minted = (*named, heard.minted) if heard.minted else tuple(named)
+        return HistoryMessage(message, digest_message(message), minted, images)
 
     def roots(self, model: str, tools: Sequence[Any], template_kwargs: Mapping[str, Any], policy: str) -> tuple[bytes, bytes]:
         """`root_key` of the same, and that without template kwargs, made only where a call does not bring the values of the one before:
@@ -274,7 +285,8 @@ class SessionTree:
                 break
             missing.append(call)
         for call in reversed(missing):
-            made = [*made, *(HistoryMessage(message, digest_message(message)) for message in _decode(call.messages))]
+            own = _decode(call.messages)
+            made = [*made, *(HistoryMessage(each, digest_message(each), (), images_in(each)) for each in own)]
             reply = self.reply(call.call_id)
             made.append(HistoryMessage(reply, digest_message(reply), (call.call_id,)))
         self._histories[call_id] = made
@@ -324,12 +336,25 @@ class Draft:
 
     Implements `proxy.dialects.base.Past`."""
 
-    __slots__ = ("_new", "missed", "tree")
+    __slots__ = ("_new", "_reader", "missed", "tree")
 
     def __init__(self, tree: SessionTree) -> None:
         self.tree = tree
+        self._reader: ImageReader | None = None
         self.missed: set[str] = set()
         self._new: dict[SeenKey, tuple[list[HistoryMessage], int]] = {}
+
+    @property
+    def reader(self) -> ImageReader:
+        """Reads the images of the request's new messages."""
+        if self._reader is None:
+            self._reader = ImageReader(self.tree.bounds, self.tree.fetched)
+        return self._reader
+
+    @property
+    def images(self) -> Mapping[str, bytes]:
+        """The bytes of those images, by digest."""
+        return {} if self._reader is None else self._reader.images
 
     def see(self, raw: bytes, read: ItemReader) -> list[HistoryMessage]:
         # The same bytes may mean another message in another dialect.
@@ -339,8 +364,13 @@ class Draft:
             return seen
         new = self._new.get(key)
         if new is None:
-            size = _SEEN_BYTES + _MEMORY_PER_BYTE * len(raw) + _VALUE_BYTES * raw.count(b",")
-            new = self._new[key] = [self.tree.digest(heard) for heard in read(raw)], size
+            before = 0 if self._reader is None else self._reader.size_bytes
+            messages = [self.tree.digest(heard, self) for heard in read(raw)]
+            length = len(raw)
+            if self._reader is not None:
+                # The bytes of images are not kept with their messages.
+                length = max(0, length - 4 * (self._reader.size_bytes - before) // 3)
+            new = self._new[key] = messages, _SEEN_BYTES + _MEMORY_PER_BYTE * length + _VALUE_BYTES * raw.count(b",")
         return new[0]
 
     def keep(self) -> None:
@@ -348,6 +378,8 @@ class Draft:
         for key, (seen, size) in self._new.items():
             self.tree.keep(key, seen, size)
         self._new = {}
+        if self._reader is not None:
+            self.tree.fetched.update(self._reader.fetched)
 
     def call(self, call_id: str) -> Call:
         return self.tree.call(call_id)
@@ -393,7 +425,15 @@ LARGEST_SHARE = 4
 
 
 class SessionTrees:
-    def __init__(self, sessions: SessionStore, capacity: int, capacity_bytes: int, volatile_lines: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        sessions: SessionStore,
+        capacity: int,
+        capacity_bytes: int,
+        volatile_lines: Sequence[str] = (),
+        bounds: ImageBounds | None = None,
+    ) -> None:
+        self._bounds = bounds
         self._volatile = (
             re.compile("|".join(f"(?:{line})" for line in volatile_lines), re.MULTILINE) if volatile_lines else None
         )
@@ -433,7 +473,7 @@ class SessionTrees:
             raise Conflict(f"session '{session_id}' is {state.status}; it takes no more calls")
         if tree is not None and tree.info.created_at != state.info.created_at:
             self.forget(session_id)
-        tree = SessionTree(state.info, self._volatile)
+        tree = SessionTree(state.info, self._volatile, self._bounds)
         if state.info.replay is not None:
             tree.recording = await self.load_recording(state.info.replay)
         if state.calls:

@@ -16,13 +16,14 @@ from proxy.call.recording import Recalled
 from proxy.call.tree import Chained, Draft, Replay, SessionTree
 from proxy.dialects.base import HistoryMessage, Request
 from proxy.dialects.catalogue import dialects
-from proxy.engine.apis.base import EngineKinds
+from proxy.engine.apis.base import EngineKind, EngineKinds
 from proxy.engine.apis.renderer import Rendered
 from proxy.engine.apis.reply import Outcome
 from proxy.engine.replica import Replica
 from proxy.errors import ContextTooLong, RequestError
 from proxy.store.states import Lookahead
 from proxy.timeline import CancelScope, Timeline
+from reconstruct.media import Media, Ranges, find_placeholders, name_ranges
 from reconstruct.messages import Message, dress, name_calls, plain_content
 from reconstruct.prompt import Parent, Prompt, Rendering, plan
 from reconstruct.records import Call, Ids, order_key, pack_ids, shared_length
@@ -105,6 +106,18 @@ class Sampled:
         return self.outcome.prompt_ids if plan is None else plan.prompt_ids
 
     @property
+    def media(self) -> tuple[Media, ...]:
+        """The images of the prompt."""
+        plan = self.planned.plan
+        return () if plan is None or not plan.media else name_ranges(plan.media, self.planned.turn.request.images)
+
+    @property
+    def placeholders(self) -> list[int]:
+        """The ids that stand for its images."""
+        plan = self.planned.plan
+        return [] if plan is None else find_placeholders(plan.prompt_ids, plan.media)
+
+    @property
     def branch_reason(self) -> str | None:
         """Why the prompt is a fresh rendering where it was planned as one."""
         plan = self.planned.plan
@@ -167,13 +180,15 @@ class Continuation:
 @dataclass(slots=True)
 class TokenPlan:
     """The ids to sample after, why they are a fresh rendering (None: they extend the parent), and the generate body.
-    `rendering` is what the template makes of the whole request, `keeps_text_apart` whether control tokens in texts are text in it."""
+    `rendering` is what the template makes of the whole request, `keeps_text_apart` whether control tokens in texts are text in it, `media`
+    the ranges of the images."""
 
     prompt_ids: Ids
     branch_reason: str | None
     rendering: Ids
     body: dict[str, Any] = field(default_factory=dict)
     keeps_text_apart: bool = False
+    media: Ranges = ()
 
 
 def continuation(tree: SessionTree, request: Request, policy: str = "") -> Continuation:
@@ -303,7 +318,10 @@ def parent_of(tree: SessionTree, found: Continuation, request: Request) -> Paren
     history = found.replay.messages
     tail = _after_reply(history, request.history, len(request.history))
     ids, asked = tree.known_ids(parent.call_id), tree.rendering(parent.call_id)
-    return Parent(history, tail, ids, len(parent.node.completion_ids), _closed(parent), asked, found.redressed)
+    ranges: Ranges = ()
+    if tree.forest.has_media:
+        ranges = tuple((each.start, each.length) for each in tree.forest.media(parent.call_id))
+    return Parent(history, tail, ids, len(parent.node.completion_ids), _closed(parent), asked, found.redressed, ranges)
 
 
 async def plan_tokens(
@@ -311,8 +329,14 @@ async def plan_tokens(
 ) -> tuple[Continuation, TokenPlan]:
     """The prompt for the token path, rendered by `render`, and what the request continues according to the renderings."""
     parent = parent_of(tree, found, request)
-    steps = plan(request.messages, parent, tree.turn_ends.get(found.root), retain_thinking=retain_thinking)
     rendered: dict[int, Rendered] = {}
+    steps = plan(
+        request.messages,
+        parent,
+        tree.turn_ends.get(found.root),
+        retain_thinking=retain_thinking,
+        media_of=lambda rendering: rendered[id(rendering)].media,
+    )
     step = next(steps)
     while True:
         ask = render if step.required else _tolerant(render)
@@ -338,7 +362,7 @@ def take_prompt(
         found = as_root(found)
     elif found.redressed and found.parent is not None and tree.known_ids(found.parent.call_id) is not None:
         found = replace(found, redressed=False)
-    return found, TokenPlan(prompt.ids, prompt.branch_reason, prompt.rendering, body, keeps_text_apart)
+    return found, TokenPlan(prompt.ids, prompt.branch_reason, prompt.rendering, body, keeps_text_apart, prompt.media)
 
 
 async def _all_of(answers: Sequence[Coroutine[Any, Any, Rendered]]) -> list[Rendered]:
@@ -382,20 +406,43 @@ def fit_window(request: Request, replica: Replica, sampling: dict[str, Any], pro
     sampling["max_tokens"] = min(sampling.get("max_tokens") or room, room)
 
 
-def refuse_media(request: Request, found: Continuation, kinds: EngineKinds) -> None:
-    """Raise RequestError for content parts that the token path cannot carry. What it has carried before is not checked again."""
+_TEXTS = ("text", "input_text", "output_text", "refusal", "thinking")
+
+
+def check_places(request: Request, media: Ranges) -> None:
+    """Raise RequestError unless the prompt has a place for each image of the request, and for no others."""
+    if len(media) != len(request.images):
+        raise RequestError(
+            f"the engine's template of model '{request.model}' shows {len(media)} of the request's {len(request.images)} images",
+            param=dialects()[request.dialect].history_field,
+        )
+
+
+def refuse_media(request: Request, found: Continuation, kinds: EngineKinds, kind: EngineKind) -> None:
+    """Raise RequestError for content parts that the token path, with this kind of engine, cannot carry. What it has carried before is not
+    checked again."""
+    if request.images:
+        refuse_images(request, kind)
     carried = found.reply_at + 1 if found.parent is not None and kinds.takes_ids(found.parent.api) else 0
     for position in range(carried, len(request.history)):
         content = request.history[position].message.get("content")
         for part in content if isinstance(content, list) else ():
-            kind = part.get("type", "text") if isinstance(part, dict) else "text"
-            if kind not in ("text", "input_text", "output_text", "refusal", "thinking"):
-                raise _media_refused(request, position, kind)
+            if not isinstance(part, dict):
+                continue
+            type_ = part.get("type", "text" if "text" in part else next(iter(part), ""))
+            if type_ not in _TEXTS and type_ != "image":
+                raise _media_refused(request, position, str(type_))
+
+
+def refuse_images(request: Request, kind: EngineKind) -> None:
+    """Raise RequestError if the kind of engine takes none."""
+    if not kind.takes_images:
+        raise _media_refused(request, next(at for at, seen in enumerate(request.history) if seen.images), "image")
 
 
 def _media_refused(request: Request, position: int, kind: str) -> RequestError:
     role = request.history[position].message.get("role")
-    reason = f"has a part of type '{kind}', but the engine of model '{request.model}' takes text only"
+    reason = f"has a part of type '{kind}', which the engine of model '{request.model}' does not take"
     dialect = dialects()[request.dialect]
     if not dialect.is_one_to_one:
         listed = dialect.history_field

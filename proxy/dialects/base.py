@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from proxy.errors import VerbatimError
+from proxy.images import data_url, write_images
 from reconstruct.messages import Digests
 from reconstruct.records import Call
 
@@ -169,12 +170,14 @@ ItemReader = Callable[[bytes], list[ParsedMessage]]
 @dataclass(frozen=True, slots=True, eq=False)
 class HistoryMessage:
     """A message of the session's histories, decoded and digested once and shared by requests. `minted`: the calls that ids in it name.
+    `images`: the digests of its images, in order.
     `projections`: call id -> how the message shows that call's reply (see reconstruct.messages.projection); kept here so that what was
     compared is forgotten with the message."""
 
     message: dict[str, Any]
     digests: Digests
     minted: tuple[str, ...] = ()
+    images: tuple[str, ...] = ()
     projections: dict[str, str | None] = field(default_factory=dict, repr=False)
 
 
@@ -231,6 +234,11 @@ class Request:
     """Text or token ids to continue as they are, in a dialect that has a prompt instead of messages."""
     wants_ids: bool = False
     """Whether the harness wants the token ids back."""
+    images: Sequence[str] = ()
+    """The digests of the history's images, in order."""
+    image_bytes: Mapping[str, bytes] = field(default_factory=dict)
+    """Their bytes, once the call is about to be planned."""
+    _urls: dict[str, str] | None = field(default=None, init=False, repr=False, compare=False)
     _messages: list[dict[str, Any]] | None = field(default=None, init=False, repr=False, compare=False)
     _schemas: dict[str, Any] | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -240,6 +248,17 @@ class Request:
         if self._messages is None:
             self._messages = [seen.message for seen in self.history]
         return self._messages
+
+    def write_messages(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Messages of the history as OpenAI's API takes them: with the bytes of their images."""
+        return write_images(messages, self.image_urls) if self.images else messages
+
+    @property
+    def image_urls(self) -> Mapping[str, str]:
+        """The data URL of each image, by digest."""
+        if self._urls is None:
+            self._urls = {digest: data_url(data) for digest, data in self.image_bytes.items()}
+        return self._urls
 
     @property
     def schemas(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from proxy.dialects.responses_items import parse_response_id
 from proxy.dialects.responses_reply import KEPT, ReplyOptions, build_response, build_usage, content_of, feed, parse_options
 from proxy.dialects.responses_tools import list_definitions, record_kinds, restore_toolbox
 from proxy.errors import UnknownCall
+from proxy.images import SCHEME
 from reconstruct.records import Call
 
 _decode = msgspec.json.decode
@@ -141,8 +142,8 @@ def _parts(content: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if part["type"] == "text":
             parts.append({"type": "input_text", "text": part["text"]})
         else:
-            image = part["image_url"]
-            parts.append({"type": "input_image", "detail": image.get("detail", "auto"), "image_url": image["url"]})
+            # By the name under which it can be sent again.
+            parts.append({"type": "input_image", "detail": "auto", "image_url": SCHEME + part["digest"]})
     return parts
 
 

@@ -12,8 +12,15 @@ One session, all in the slot of `{s:<session_id>}`, until the session is deleted
     vb:{s:<id>}:intents    hash    call_id -> Intent (msgpack), which names its process; the commit removes it, a crash leaves it dangling
     vb:{s:<id>}:delivered  set     call_ids whose reply was flushed to the harness
     vb:{s:<id>}:log        string  the end of the agent's output, if its node sent it
+    vb:{s:<id>}:media:<created>  hash  digest -> bytes of each image that its calls' histories have; until the images are released, after
+                                   all others. <created>: microseconds of its creation
     vb:{s:<id>}:answering  hash    call_id of a recorded call -> process that answers it; until it has told whether the reply was
                                    delivered, or the session is closed
+
+Images, each in the slot of `{m:<sha256>}`, until the last session that refers to it is deleted:
+
+    vb:{m:<sha256>}:bytes    string  what the harness sent
+    vb:{m:<sha256>}:holders  hash    <created>:<session_id> of each session that refers to it -> ''
 
 Listings, in slots of their own. Written before the session and removed after it, so readers skip an entry without a session:
 
@@ -135,6 +142,22 @@ log: _Key = "vb:{{s:{}}}:log".format
 answering: _Key = "vb:{{s:{}}}:answering".format
 forks: _Key = "vb:{{s:{}}}:forks".format
 """Each makes a session's key from its id, without a function of Python."""
+
+
+def media(session_id: str, created_at: float) -> str:
+    return f"vb:{{s:{session_id}}}:media:{int(created_at * 1e6)}"
+
+
+def media_bytes(digest: str) -> str:
+    return f"vb:{{m:{digest}}}:bytes"
+
+
+def media_holders(digest: str) -> str:
+    return f"vb:{{m:{digest}}}:holders"
+
+
+def media_holder(session_id: str, created_at: float) -> str:
+    return f"{int(created_at * 1e6)}:{session_id}"
 
 
 def group_sessions(group_id: str) -> str:

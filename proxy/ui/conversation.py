@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from proxy.errors import NotFound
+from proxy.images import SCHEME
 from proxy.rows import messages_of
 from reconstruct.messages import reasoning_of
 from reconstruct.records import Call, Forest
@@ -189,7 +190,8 @@ IMAGE = re.compile(r"data:(image/(?:png|jpeg|gif|webp));base64,([A-Za-z0-9+/=\s]
 @dataclass(frozen=True, slots=True)
 class Block:
     """`kind`: text, reasoning, tool_call, tool_result, image or other. `name` is the tool's, `tool_call_id` the id of its call. `image` is
-    a data URL. `length` counts the characters of the whole text, of which `text` may be the beginning."""
+    a data URL, or `sha256:` and the digest of one that the store keeps. `length` counts the characters of the whole text, of which `text`
+    may be the beginning."""
 
     kind: str
     text: str
@@ -288,10 +290,17 @@ def show_message(
     return ShownMessage(index, str(message.get("role") or "?"), blocks, is_reply)
 
 
-def read_image(message: Any, number: int) -> tuple[str, bytes]:
-    """The media type and bytes of an image of the message, counted from 0. Raises NotFound."""
+def find_image(message: Any, number: int) -> str:
+    """An image of the message, counted from 0, as `Block.image`. Raises NotFound."""
     images = [block.image for block in show_message(0, message).blocks if block.image]
-    found = IMAGE.fullmatch(images[number]) if number < len(images) else None
+    if number >= len(images):
+        raise NotFound(f"there is no image {number} in this message")
+    return images[number]
+
+
+def read_image(message: Any, number: int) -> tuple[str, bytes]:
+    """The media type and bytes of an image that the message has as a data URL. Raises NotFound."""
+    found = IMAGE.fullmatch(find_image(message, number))
     if found is None:
         raise NotFound(f"there is no image {number} in this message")
     try:
@@ -362,6 +371,8 @@ def _part(part: Any) -> Block:
     if isinstance(part, Mapping):
         if isinstance(part.get("text"), str):
             return Block("text", part["text"])
+        if part.get("type") == "image" and isinstance(part.get("digest"), str):
+            return Block("image", "", image=SCHEME + part["digest"])
         image = part.get("image_url")
         url = image.get("url") if isinstance(image, Mapping) else image
         if isinstance(url, str) and IMAGE.fullmatch(url):

@@ -10,12 +10,14 @@ import asyncio
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from markupsafe import Markup
 
+from proxy.images import SCHEME, data_url
 from proxy.ui.conversation import UNCUT
 from proxy.ui.pictures import draw_tree
 from proxy.ui.rendering import SCRIPTS, static, templates
@@ -25,8 +27,8 @@ from reconstruct.records import Call, Ids
 from reconstruct.trajectory import Trajectory
 
 
-async def export_page(view: SessionView, texts: TokenTexts, log: str = "") -> bytes:
-    """`log` is the end of the agent's output."""
+async def export_page(view: SessionView, texts: TokenTexts, log: str = "", images: Mapping[str, bytes] | None = None) -> bytes:
+    """`log` is the end of the agent's output; `images` are the session's, by digest."""
     calls = [view.find_call(summary.call_id) for summary in view.summaries]
     await _prefetch_texts(texts, calls)
     table: dict[str, int] = {}
@@ -38,10 +40,12 @@ async def export_page(view: SessionView, texts: TokenTexts, log: str = "") -> by
         stored.append(await asyncio.to_thread(_pack_call, view, call, places, spelled.texts, table))
     rows = [_pack_row(row, places) for row in view.built.rows]
     tokens = {"calls": stored, "rows": rows, "texts": list(table), "missing": missing}
-    return await asyncio.to_thread(_render, view, places, tokens, log)
+    return await asyncio.to_thread(_render, view, places, tokens, log, images or {})
 
 
-def _render(view: SessionView, places: Mapping[str, int], tokens: dict[str, Any], log: str) -> bytes:
+def _render(
+    view: SessionView, places: Mapping[str, int], tokens: dict[str, Any], log: str, images: Mapping[str, bytes]
+) -> bytes:
     css, scripts = static("app.css"), {name: static(name) for name in SCRIPTS}
     policy = (
         f"default-src 'none'; img-src data:; style-src {_digest(css)}; script-src {' '.join(map(_digest, scripts.values()))}"
@@ -67,7 +71,16 @@ def _render(view: SessionView, places: Mapping[str, int], tokens: dict[str, Any]
             stored=Markup(_dump_for_script(tokens)),
         )
     )
-    return text.encode("utf-8", "replace")
+    return _show_images(text, images).encode("utf-8", "replace")
+
+
+def _show_images(text: str, images: Mapping[str, bytes]) -> str:
+    """The page with the images themselves. No text of a conversation has a quotation mark in it."""
+
+    def show(found: re.Match[str]) -> str:
+        return f'src="{data_url(images[found[1]])}"' if found[1] in images else found[0]
+
+    return re.sub(f'src="{SCHEME}([0-9a-f]{{64}})"', show, text)
 
 
 async def _prefetch_texts(texts: TokenTexts, calls: Sequence[Call]) -> None:

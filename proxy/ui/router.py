@@ -38,12 +38,14 @@ from starlette.exceptions import HTTPException
 
 from proxy import rows
 from proxy.api.archive import part_as_wire
+from proxy.api.media import image_response, load_image
 from proxy.api.requests import describe, get_services, json_response, read_body, require_admin
 from proxy.api.sessions import session_as_wire
 from proxy.auth import Role, Tokens, credential, hash_key
 from proxy.errors import Forbidden, NotFound, RequestError, Unauthorized, VerbatimError
+from proxy.images import SCHEME
 from proxy.ui import compare_pages, pages, run_pages, tasks_pages
-from proxy.ui.conversation import find_message, read_image, whole_text
+from proxy.ui.conversation import find_image, find_message, read_image, whole_text
 from proxy.ui.export import export_page
 from proxy.ui.rendering import HEADERS, STATIC, home_of, page, static
 from proxy.ui.shown import Shown, Ui
@@ -272,7 +274,9 @@ async def record_file(ui: Ui, session_id: str) -> bytes:
 
 async def page_file(ui: Ui, session_id: str) -> bytes:
     log = await ui.services.sessions.load_log(session_id)
-    return await export_page(await ui.views.load(session_id), ui.texts, log)
+    view = await ui.views.load(session_id)
+    images = await ui.services.media.load(await ui.services.media.sizes(session_id, view.state.info.created_at))
+    return await export_page(view, ui.texts, log, images)
 
 
 FILES: Mapping[str, tuple[Callable[[Ui, str], Awaitable[bytes | Iterator[bytes]]], str]] = {
@@ -325,7 +329,11 @@ async def message(ui: Shown, session_id: str, call_id: str, index: int) -> Respo
 @for_programs.get("/sessions/{session_id}/calls/{call_id}/messages/{index}/images/{number}")
 async def image(ui: Shown, session_id: str, call_id: str, index: int, number: Annotated[int, Path(ge=0)]) -> Response:
     view = await ui.views.load(session_id)
-    media_type, content = read_image(find_message(view.find_call(call_id), index), number)
+    shown = find_message(view.find_call(call_id), index)
+    found = find_image(shown, number)
+    if found.startswith(SCHEME):
+        return image_response(await load_image(ui.services, view.state.info, found.removeprefix(SCHEME)))
+    media_type, content = read_image(shown, number)
     return Response(content, media_type=media_type, headers={**HEADERS, "cache-control": "private, max-age=3600"})
 
 

@@ -246,7 +246,7 @@ async def test_what_is_long_is_parsed_beside_the_loop_and_one_body_at_a_time() -
         at_once -= 1
         return Request("chat", "m", history)
 
-    parsing, trees = Parsing(remote_media=False), [SessionTree(SessionInfo(name, b"", 0.0)) for name in "ab"]
+    parsing, trees = Parsing(), [SessionTree(SessionInfo(name, b"", 0.0)) for name in "ab"]
     await parsing.parse(Draft(trees[0]), read, Incoming(b" " * SMALL_BYTES))
     await parsing.parse(Draft(trees[0]), read, Incoming(b" " * LARGE_BYTES))
     assert threads == {threading.current_thread()}
@@ -273,7 +273,7 @@ async def test_a_session_that_was_refused_waits_and_no_other_does(monkeypatch: p
 
     monkeypatch.setattr(parsing_module, "time", clock)
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    parsing, tree, other = Parsing(remote_media=False), *(SessionTree(SessionInfo(name, b"", 0.0)) for name in "ab")
+    parsing, tree, other = Parsing(), *(SessionTree(SessionInfo(name, b"", 0.0)) for name in "ab")
     for body in (b"ill", b"ill"):
         with pytest.raises(RequestError):
             await parsing.parse(Draft(tree), read, Incoming(body))

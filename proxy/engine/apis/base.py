@@ -27,6 +27,7 @@ from proxy.engine.weights.vllm import Claim, WeightApi
 from proxy.engine.wire.http import EngineHttp
 from proxy.errors import EngineUnavailable, VerbatimError
 from proxy.timeline import CancelScope
+from reconstruct.media import Ranges
 from reconstruct.prompt import Parent, Prompt, Rendering
 from reconstruct.records import Ids, pack_ids
 
@@ -66,6 +67,8 @@ class Job:
     id_text: IdText = field(default_factory=lambda: IdText())
     wanted: Wanted = field(default_factory=Wanted)
     plan: PlanRequest | None = None
+    media: Ranges = ()
+    """The ranges of the request's images in `prompt_ids`."""
     abort_sent: bool = False
     """Whether the engine was asked to end it."""
 
@@ -90,6 +93,8 @@ class EngineKind(ABC):
     """Whether it works only with VERBATIM_RENDERER."""
     takes_ids: ClassVar[bool] = True
     """Whether the service makes the prompt's ids; otherwise the engine renders the messages itself."""
+    takes_images: ClassVar[bool] = False
+    """Whether messages may have images; the engine then refuses those that its model does not take."""
 
     def __init__(self, http: EngineHttp, local: LocalRenderer) -> None:
         self._http = http
@@ -230,10 +235,15 @@ class EngineKinds:
         raise EngineUnavailable("it is of no known kind")
 
 
-def chat_body(request: Request, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """The OpenAI body of a canonical request, with its messages or its prompt."""
+def chat_body(
+    request: Request, sampling: Mapping[str, Any], messages: Sequence[Mapping[str, Any]] | None = None
+) -> dict[str, Any]:
+    """The OpenAI body of a canonical request, with its messages (or these) or its prompt."""
     body: dict[str, Any] = {**request.forward, "model": request.model, **sampling}
-    body |= {"messages": request.messages} if request.prompt is None else {"prompt": request.prompt}
+    if request.prompt is not None:
+        body["prompt"] = request.prompt
+    else:
+        body["messages"] = request.write_messages(request.messages) if messages is None else messages
     if request.tools:
         body["tools"] = request.tools
     if request.template_kwargs:

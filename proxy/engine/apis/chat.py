@@ -50,6 +50,7 @@ class OpenAiChat(EngineKind):
     name = "chat"
     detection_order = 100
     takes_ids = False
+    takes_images = True
 
     async def detect(self, probe: Probe, *, asked: bool) -> str | None:
         return None

@@ -16,6 +16,7 @@ from proxy.dialects.base import Request
 from proxy.engine.apis.chat_format import ChatFormat
 from proxy.engine.apis.reply import cut_at_stop, keep_one_call
 from proxy.errors import EngineFailed, RequestError
+from reconstruct.media import Ranges
 from reconstruct.prompt import Rendering
 from reconstruct.records import Ids, pack_ids
 
@@ -32,12 +33,14 @@ _DEFAULTS: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
 
 @dataclass(slots=True)
 class Rendered:
-    """The ids of a rendering, int32 of shape (n,), and the rest of the engine's generate body that came with them."""
+    """The ids of a rendering, int32 of shape (n,), and the rest of the engine's generate body that came with them. `media` are the
+    ranges of its images."""
 
     ids: Ids
     body: dict[str, Any]
     keeps_text_apart: bool = False
     """Whether control tokens in messages were read as text."""
+    media: Ranges = ()
 
 
 class Tokenizer(Protocol):

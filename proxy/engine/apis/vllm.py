@@ -23,15 +23,19 @@ from proxy.engine.apis.reply import Outcome, PromptLogprobs, Reading, Sampled, c
 from proxy.engine.apis.vllm_reply import (
     DERENDER,
     GENERATE,
+    Expansion,
     GenerateAnswer,
     Parsed,
     Parser,
     Piece,
     PieceChoice,
+    Placeholders,
     SampledChoice,
     answer_type,
+    bar_placeholders,
     gather,
     generate_body,
+    read_ranges,
 )
 from proxy.engine.in_vllm.frames import ABORT
 from proxy.engine.replica import Replica
@@ -51,15 +55,18 @@ TOKEN_ROUTES = (GENERATE, _RENDER, DERENDER)
 class VllmTokens(EngineKind):
     name = "token"
     detection_order = 10
+    takes_images = True
 
     async def detect(self, probe: Probe, *, asked: bool) -> str | None:
         missing = await probe.find_missing(*TOKEN_ROUTES)
         return f"it has no {missing[0]}; start vLLM with --enable-scale-out, or use the chat API" if missing else None
 
     async def render(self, replica: Replica, request: Request, rendering: Rendering, id_text: IdText) -> Rendered:
-        body = chat_body(request, {})
-        body["messages"] = list(rendering.messages)
+        body = chat_body(request, {}, request.write_messages(rendering.messages))
         body.pop("n", None)
+        if request.images:
+            # Without what the processor makes of them: the engine is given the images again.
+            body["mm_payload"] = "none"
         if not rendering.add_generation_prompt:
             body["add_generation_prompt"] = False
             # A forced tool call constrains what is sampled, not how a history is rendered.
@@ -110,11 +117,14 @@ class VllmTokens(EngineKind):
         parser = Parser(self._http, replica, job)
         cached, prompt_logprobs, begun = 0, None, not stream
         streams = _can_stream(job, stream)
-        body, expected = generate_body(replica, job, streams), answer_type(job)
+        if job.media:
+            bar_placeholders(job)
+        body, expected, expansion = generate_body(replica, job, streams), answer_type(job), Expansion(replica, job)
         with Reading(choices) as reading:
             async with self._http.receive(replica, GENERATE, body, expected, job.scope, stream=streams) as answers:
                 while not answers.ended:
                     for answer in await answers.read(_patience(choices)):
+                        expansion.check(answer)
                         if not begun:
                             begun = True
                             emit(FirstToken())
@@ -214,6 +224,10 @@ def _can_stream(job: Job, stream: bool) -> bool:
     return stream and not job.wanted.prompt_logprobs
 
 
+class _Features(msgspec.Struct):
+    mm_placeholders: Placeholders = {}
+
+
 class _TextLogprobs(msgspec.Struct):
     content: list[dict[str, Any]] | None = None
 
@@ -306,7 +320,9 @@ async def _spell(
 def _read_rendered(replica: Replica, answer: dict[str, msgspec.Raw], id_text: IdText, *, remember: bool) -> Rendered:
     try:
         ids = id_text.read(bytes(answer.pop("token_ids", b"")), remember=remember)
-        return Rendered(ids, _decode_fields(answer))
+        features = msgspec.json.decode(answer.pop("features", msgspec.Raw(b"null")), type=_Features | None)
+        media = () if features is None else read_ranges(features.mm_placeholders)
+        return Rendered(ids, _decode_fields(answer), media=media)
     except (msgspec.DecodeError, IdOutOfRange) as error:
         raise EngineFailed(f"engine {replica.name} rendered no token_ids: {error}") from error
 

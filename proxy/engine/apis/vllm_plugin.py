@@ -51,6 +51,7 @@ from proxy.engine.in_vllm.frames import (
 from proxy.engine.replica import Replica
 from proxy.engine.wire.http import EngineHttp, UnknownRoute
 from proxy.errors import ContextTooLong, EngineFailed, EngineUnavailable
+from proxy.images import SCHEME, media_type, write_images
 from reconstruct.details import NO_TOKEN
 from reconstruct.prompt import Prompt
 from reconstruct.records import Logprobs, pack_ids
@@ -83,7 +84,9 @@ async def sample(http: EngineHttp, replica: Replica, job: Job, *, stream: bool, 
 
 def _ask(replica: Replica, job: Job, stream: bool) -> Ask:
     request, wanted, plan = job.request, job.wanted, job.plan
-    body = chat_body(request, {})
+    # Images travel as bytes beside the messages that name them.
+    names = {digest: SCHEME + digest for digest in request.images}
+    body = chat_body(request, {}, write_images(request.messages, names) if names else None)
     body.pop("n", None)
     body["model"] = replica.model_for(request.model)
     sampling = {**job.sampling, **wanted.parameters}
@@ -96,20 +99,21 @@ def _ask(replica: Replica, job: Job, stream: bool) -> Ask:
         sampling,
         stream,
         to_bytes(job.prompt_ids) if len(job.prompt_ids) else None,
-        None if plan is None else _ancestor(plan, request.messages),
+        None if plan is None else _ancestor(plan, request.messages, names),
         None if plan is None else plan.max_total,
         request.top_logprobs,
         max(sampling["logprobs"], 1) if wanted.top_logprobs and request.prompt is None else 0,
         plan is not None and plan.experts_from_parent,
+        {names[digest]: (media_type(data), data) for digest, data in request.image_bytes.items()},
     )
 
 
-def _ancestor(plan: PlanRequest, messages: Sequence[Mapping[str, Any]]) -> Ancestor | None:
+def _ancestor(plan: PlanRequest, messages: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> Ancestor | None:
     parent = plan.parent
     if parent is None:
         return None
     recorded = {
-        position: _encode(known)
+        position: _encode(write_images([known], names)[0] if names else known)
         for position, (known, sent) in enumerate(zip([*parent.history, *parent.tail], messages, strict=True))
         if known is not sent and known != sent
     }
@@ -124,6 +128,7 @@ def _ancestor(plan: PlanRequest, messages: Sequence[Mapping[str, Any]]) -> Ances
         None if parent.asked is None else write_after(_NO_IDS if ids is None else ids, parent.asked),
         parent.redressed,
         plan.retain_thinking,
+        list(parent.media),
     )
 
 
@@ -212,12 +217,13 @@ class _Reply:
             raise EngineFailed(f"engine {self._replica.name} planned another call's prompt: {error}") from error
         if len(job.prompt_ids) and not np.array_equal(ids, job.prompt_ids):
             raise EngineFailed(f"engine {self._replica.name} sampled after other ids than it was given")
-        job.prompt_ids = ids
+        media = tuple((start, length) for start, length in told.media)
+        job.prompt_ids, job.media = ids, media
         job.sampling["max_tokens"] = told.max_tokens
         job.wanted = replace(job.wanted, routed_from=told.experts_from or job.wanted.routed_from)
         if plan is not None:
             close = None if told.close is None else read_ids(told.close)
-            prompt = Prompt(ids, told.branch_reason, rendering, close, told.continues)
+            prompt = Prompt(ids, told.branch_reason, rendering, close, told.continues, media)
             plan.take(prompt, {"sampling_params": told.defaults})
 
     def _add_piece(self, piece: Piece) -> None:

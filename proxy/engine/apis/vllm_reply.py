@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -32,7 +32,9 @@ from proxy.engine.apis.reply import (
 )
 from proxy.engine.replica import Replica
 from proxy.engine.wire.http import EngineAnswer, EngineHttp
-from proxy.errors import VerbatimError
+from proxy.errors import RequestError, VerbatimError
+from proxy.images import without_images
+from reconstruct.media import Ranges, collapse, find_placeholders
 
 GENERATE = "/inference/v1/generate"
 DERENDER = "/v1/chat/completions/derender"
@@ -80,11 +82,22 @@ class _Piece(Piece):
     logprobs: _Logprobs | None = None
 
 
+class _Placeholder(msgspec.Struct):
+    offset: int
+    length: int
+
+
+Placeholders: TypeAlias = dict[str, list[_Placeholder]]
+"""vLLM's ranges by modality."""
+
+
 class GenerateAnswer(EngineAnswer):
-    """A whole answer or an event of a stream."""
+    """A whole answer or an event of a stream. `prompt_token_ids` and `mm_placeholders` only if asked for, and in the first event."""
 
     usage: Usage | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    mm_placeholders: Placeholders | None = None
 
 
 class Generated(GenerateAnswer):
@@ -116,7 +129,7 @@ def generate_body(replica: Replica, job: Job, stream: bool) -> dict[str, Any]:
     sampling["logprobs"] = job.wanted.logprobs(job.request.top_logprobs)
     if job.request.n > 1:
         sampling["n"] = job.request.n
-    return {
+    body = {
         **job.body,
         "token_ids": job.prompt_json,
         "sampling_params": sampling,
@@ -127,6 +140,63 @@ def generate_body(replica: Replica, job: Job, stream: bool) -> dict[str, Any]:
         "stream_options": {"include_usage": True} if stream else None,
         "return_token_ids": False,
     }
+    return body | _image_fields(job) if job.media else body
+
+
+# Images. A client's `features` are trusted by vLLM 0.32, hashes and ranges included, and never work with some models. So the engine is
+# given the images themselves with one placeholder for each, and tells what it made of them: that must be what was planned and is recorded.
+# A placeholder that was sampled would be taken for the next image's, so none is.
+
+NEVER = -100.0
+"""The logit bias of an id that must not be sampled."""
+
+
+def bar_placeholders(job: Job) -> None:
+    """Keep the engine from sampling the ids that stand for the prompt's images."""
+    sampling = job.body.setdefault("sampling_params", {})
+    barred = {str(token): NEVER for token in find_placeholders(job.prompt_ids, job.media)}
+    sampling["logit_bias"] = {**(sampling.get("logit_bias") or {}), **barred}
+
+
+def _image_fields(job: Job) -> dict[str, Any]:
+    ids = collapse(job.prompt_ids, job.media)
+    if ids is None:
+        raise RequestError(PLACEHOLDER_IN_TEXT, param="messages")
+    urls = job.request.image_urls
+    parts = [{"type": "image_url", "url": urls[digest]} for digest in job.request.images]
+    return {"token_ids": ids.tolist(), "content_parts": parts, "return_token_ids": True}
+
+
+PLACEHOLDER_IN_TEXT = (
+    "a message's text contains the placeholder that stands for an image in the model's prompts: no image can be placed"
+)
+
+
+class Expansion:
+    """Holds what the engine reports of its prompt to the plan."""
+
+    def __init__(self, replica: Replica, job: Job) -> None:
+        self._replica = replica
+        self._job = job
+        self._pending = bool(job.media)
+
+    def check(self, answer: GenerateAnswer) -> None:
+        """Raises RequestError if the engine sampled after another prompt than was planned."""
+        if not self._pending:
+            return
+        self._pending = False
+        if answer.prompt_token_ids != self._job.prompt_ids.tolist() or read_ranges(answer.mm_placeholders) != self._job.media:
+            raise RequestError(
+                f"engine {self._replica.name} places the images of model '{self._job.request.model}' differently in token ids than in "
+                "messages: this model's images cannot be used on the token path",
+                param="messages",
+            )
+
+
+def read_ranges(placeholders: Placeholders | None) -> Ranges:
+    """The images' ranges in their order; any other media in the prompt count, too, so that they never fit."""
+    found = [(each.offset, each.length) for ranges in (placeholders or {}).values() for each in ranges]
+    return tuple(sorted(found))
 
 
 class PieceChoice(GeneratedChoice):
@@ -211,9 +281,10 @@ class Parser:
         self._http = http
         self._replica = replica
         self._job = job
-        self._request = chat_body(job.request, {})
+        self._request = chat_body(job.request, {}, ())
         self._request.pop("n", None)
-        self._request["messages"] = job.request.messages[-1:]
+        last = job.request.messages[-1:]
+        self._request["messages"] = list(map(without_images, last)) if job.request.images else last
 
     async def parse(self, choice: SampledChoice) -> Parsed:
         """The choice's whole reply. Raises VerbatimError if the engine cannot parse its own output."""

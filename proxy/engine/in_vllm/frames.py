@@ -16,7 +16,7 @@ import numpy as np
 
 from reconstruct.records import Ids, Logprobs, shared_length
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised by every change that the other side would misread."""
 ROUTE = "/inference/verbatim/v1"
 """GET: `About`. Below `/inference`, which vLLM's `--api-key` guards."""
@@ -53,6 +53,8 @@ class Ancestor(msgspec.Struct, omit_defaults=True):
     asked: tuple[int, bytes] | None = None
     redressed: bool = False
     retain_thinking: bool = False
+    media: list[tuple[int, int]] = []
+    """The ranges of images in `ids`."""
 
 
 class Ask(msgspec.Struct, omit_defaults=True):
@@ -73,6 +75,8 @@ class Ask(msgspec.Struct, omit_defaults=True):
     alternatives: int = 0
     experts_from_parent: bool = False
     """The experts of the parent's positions are recorded: leave them out where the prompt extends the parent."""
+    images: dict[str, tuple[str, bytes]] = {}
+    """Media type and bytes of the images that messages name by URLs `sha256:<hex>`, by that name."""
 
 
 class Planned(msgspec.Struct, array_like=True, tag="plan"):
@@ -90,6 +94,8 @@ class Planned(msgspec.Struct, array_like=True, tag="plan"):
     max_tokens: int
     experts_from: int
     defaults: dict[str, Any]
+    media: list[tuple[int, int]] = []
+    """The ranges of the images in the prompt."""
 
 
 class Tops(msgspec.Struct, array_like=True):

@@ -8,9 +8,10 @@ Of this project it imports only this folder and `reconstruct`, so that it runs i
 
 from __future__ import annotations
 
+import base64
 import logging
 from argparse import Namespace
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,7 @@ from proxy.engine.in_vllm.frames import (
     write_frame,
 )
 from proxy.engine.in_vllm.reply import Body, Interpreter, Reply, own_logprobs
+from reconstruct.media import Ranges, collapse, find_placeholders
 from reconstruct.prompt import Parent, Prompt, Rendering, plan
 from reconstruct.records import Ids, pack_ids
 
@@ -142,6 +144,7 @@ class _Planned:
     request: GenerateRequest
     body: Body
     prompt: Ids
+    media: Ranges
     frame: Planned
 
 
@@ -179,7 +182,8 @@ class Sampler:
             ids = pack_ids(request.token_ids) if ask.ids is None else read_ids(ask.ids)
             prompt, parent_ids, known = ids, pack_ids(()), Prompt(ids, None, ids, None, True)
         else:
-            request, body, known = await self._plan_messages(fields, ask.parent, raw)
+            _name_images(fields.get("messages") or (), ask)
+            request, body, known = await self._plan_messages(fields, ask, raw)
             prompt = known.ids
             parent_ids = pack_ids(()) if ask.parent is None or ask.parent.ids is None else read_ids(ask.parent.ids)
         max_tokens = self._fit(ask, len(prompt), "prompt" if "prompt" in fields else "messages")
@@ -191,19 +195,40 @@ class Sampler:
         sampling = {"logprobs": 0, **ask.sampling, "max_tokens": max_tokens}
         if experts_from:
             sampling["routed_experts_prompt_start"] = experts_from
+        if known.media:
+            # One that was sampled would be taken for the next image's.
+            barred = dict.fromkeys(find_placeholders(prompt, known.media), -100.0)
+            request.sampling_params.logit_bias = {**(request.sampling_params.logit_bias or {}), **barred}
         completed, defaults = _complete(request, ask, prompt, sampling)
+        if known.media:
+            _give_images(completed, known, _list_images(fields["messages"]))
         frame = Planned(
-            kept, tail, shared, rest, known.branch_reason, close, known.continues, max_tokens, experts_from, defaults
+            kept,
+            tail,
+            shared,
+            rest,
+            known.branch_reason,
+            close,
+            known.continues,
+            max_tokens,
+            experts_from,
+            defaults,
+            list(known.media),
         )
-        return _Planned(completed, body, prompt, frame)
+        return _Planned(completed, body, prompt, known.media, frame)
 
-    async def _plan_messages(
-        self, fields: dict[str, Any], ancestor: Ancestor | None, raw: Request
-    ) -> tuple[GenerateRequest, Body, Prompt]:
-        messages = fields.get("messages") or []
-        parent, close = (None, None) if ancestor is None else _read_parent(ancestor, messages)
-        steps = plan(messages, parent, close, retain_thinking=ancestor is not None and ancestor.retain_thinking)
-        step, rendered = next(steps), {}
+    async def _plan_messages(self, fields: dict[str, Any], ask: Ask, raw: Request) -> tuple[GenerateRequest, Body, Prompt]:
+        messages, ancestor = fields.get("messages") or [], ask.parent
+        parent, close = (None, None) if ancestor is None else _read_parent(ancestor, messages, ask)
+        rendered: dict[int, tuple[GenerateRequest, Body]] = {}
+        steps = plan(
+            messages,
+            parent,
+            close,
+            retain_thinking=ancestor is not None and ancestor.retain_thinking,
+            media_of=lambda rendering: _read_ranges(rendered[id(rendering)][0]),
+        )
+        step = next(steps)
         while True:
             answers = []
             for rendering in step.renderings:
@@ -222,7 +247,8 @@ class Sampler:
     ) -> tuple[GenerateRequest, Body] | None:
         """vLLM's request for these messages, and the chat request as its parsers adjusted it; None if they are rejected and not
         required. Raises Refused if they are required."""
-        changed = {**fields, "messages": list(rendering.messages), "stream": False}
+        # Of images only their places are wanted: the engine is given the images themselves.
+        changed = {**fields, "messages": list(rendering.messages), "stream": False, "mm_payload": "none"}
         if not rendering.add_generation_prompt:
             changed["add_generation_prompt"] = False
             # A forced tool call constrains what is sampled, not how a history is rendered.
@@ -294,6 +320,7 @@ class Sampler:
             async for result in results:
                 frames: list[Frame] = []
                 if not begun:
+                    _check_expansion(planned, result)
                     cached = result.num_cached_tokens or 0
                     frames.append(planned.frame)
                 # In a stream they come once, then as empty lists.
@@ -309,6 +336,64 @@ class Sampler:
                 raise
             log.exception("request %s broke off", ask.request_id)
             yield write_frame(Failed(f"{type(error).__name__}: {error}"))
+
+
+# Images. Hashes and ranges that a client gives are trusted by vLLM 0.32, so it is given the images themselves with one placeholder for
+# each, and what it makes of them must be what was planned.
+
+
+def _name_images(messages: Sequence[Any], ask: Ask) -> None:
+    """Put the bytes of images into the messages that name them, as data URLs. Raises VLLMValidationError for one that was not sent."""
+    for part in _image_parts(messages):
+        name = part["image_url"]["url"]
+        if name not in ask.images:
+            raise VLLMValidationError(f"the image {name[:80]} was not sent", parameter="messages")
+        media_type, data = ask.images[name]
+        part["image_url"] = {"url": f"data:{media_type};base64,{base64.b64encode(data).decode()}"}
+
+
+def _list_images(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    return [{"type": "image_url", "url": part["image_url"]["url"]} for part in _image_parts(messages)]
+
+
+def _image_parts(messages: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and part.get("type") == "image_url":
+                yield part
+
+
+def _read_ranges(request: GenerateRequest) -> Ranges:
+    """Where the rendering has images; other media count, too, so that they never fit."""
+    placeholders = request.features.mm_placeholders.values() if request.features is not None else ()
+    return tuple(sorted((each.offset, each.length) for ranges in placeholders for each in ranges))
+
+
+def _give_images(request: GenerateRequest, prompt: Prompt, images: list[dict[str, Any]]) -> None:
+    """Raises VLLMValidationError if placeholders stand elsewhere, too."""
+    ids = collapse(prompt.ids, prompt.media)
+    if ids is None or len(images) != len(prompt.media):
+        raise VLLMValidationError(
+            "a message's text contains the placeholder that stands for an image in the model's prompts: no image can be placed",
+            parameter="messages",
+        )
+    request.token_ids, request.features, request.content_parts = ids.tolist(), None, images
+    # vLLM then notes where it put them.
+    request.return_token_ids = True
+
+
+def _check_expansion(planned: _Planned, result: RequestOutput) -> None:
+    """Raises VLLMValidationError if vLLM samples after another prompt than was planned."""
+    if not planned.media:
+        return
+    placed = planned.request._response_mm_placeholders or {}
+    ranges = tuple(sorted((each.offset, each.length) for found in placed.values() for each in found))
+    if list(result.prompt_token_ids or ()) != planned.prompt.tolist() or ranges != planned.media:
+        raise VLLMValidationError(
+            "this model's images are placed differently in token ids than in messages: they cannot be used on the token path",
+            parameter="messages",
+        )
 
 
 _REFUSALS = (400, 413, 422)
@@ -334,7 +419,7 @@ def _read_json(body: bytes) -> dict[str, Any]:
         raise VLLMValidationError(f"the body is not a JSON object: {error}") from error
 
 
-def _read_parent(ancestor: Ancestor, messages: Sequence[Any]) -> tuple[Parent, Ids | None]:
+def _read_parent(ancestor: Ancestor, messages: Sequence[Any], ask: Ask) -> tuple[Parent, Ids | None]:
     """The parent, and the template's turn end if the service knows it."""
     if not 0 < ancestor.covered <= len(messages):
         raise VLLMValidationError(f"the parent covers {ancestor.covered} of {len(messages)} messages")
@@ -343,6 +428,7 @@ def _read_parent(ancestor: Ancestor, messages: Sequence[Any]) -> tuple[Parent, I
     try:
         for position, message in ancestor.recorded.items():
             known[position] = _read_json(message)
+            _name_images([known[position]], ask)
         asked = None
         if ancestor.asked is not None:
             asked = read_after(pack_ids(()) if ids is None else ids, *ancestor.asked)
@@ -351,7 +437,8 @@ def _read_parent(ancestor: Ancestor, messages: Sequence[Any]) -> tuple[Parent, I
     except (ValueError, IndexError) as error:
         raise VLLMValidationError(f"the parent is no parent: {error}") from error
     history, tail = known[: ancestor.covered], known[ancestor.covered :]
-    parent = Parent(history, tail, ids, ancestor.sampled, ancestor.closed, asked, ancestor.redressed)
+    media = tuple((start, length) for start, length in ancestor.media)
+    parent = Parent(history, tail, ids, ancestor.sampled, ancestor.closed, asked, ancestor.redressed, media)
     return parent, None if ancestor.close is None else read_ids(ancestor.close)
 
 
@@ -359,7 +446,7 @@ def _complete(
     request: GenerateRequest, ask: Ask, prompt: Ids, sampling: dict[str, Any]
 ) -> tuple[GenerateRequest, dict[str, Any]]:
     """The request after these ids, with the sampling laid over its own and validated as `/inference/v1/generate` does; and its own."""
-    request.token_ids, request.token_offsets = [0], None
+    request.token_ids, request.token_offsets, request.features = [0], None, None
     fields = request.model_dump()
     defaults = fields["sampling_params"]
     fields["sampling_params"] = {**defaults, **sampling}

@@ -35,6 +35,7 @@ from proxy.store.archive import ArchiveStore
 from proxy.store.groups import GroupRule
 from proxy.store.states import Fork, Intent, Lookahead, SessionInfo, SessionState
 from tests.support.engine.scripted_engine import Fail, ScriptedEngine
+from tests.support.engine.scripted_images import SEEING, picture, url_of
 from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.redis_server import RedisServer, Store, running_redis
 from tests.support.service.running_service import ADMIN, TRAINER, RunningService, Session
@@ -68,7 +69,7 @@ disk."""
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[ScriptedEngine]:
-    with ScriptedEngine("qwen3") as engine:
+    with ScriptedEngine(SEEING, most_images=4) as engine:
         yield engine
 
 
@@ -161,6 +162,17 @@ def walked(service: RunningService, seed: int) -> str:
     return session.session_id
 
 
+def pictured(service: RunningService, *images: bytes) -> Session:
+    """A closed session that showed the model these images, one a turn."""
+    session = service.session()
+    history: list[Any] = []
+    for data in images:
+        history.append({"role": "user", "content": [{"type": "image_url", "image_url": {"url": url_of(data)}}]})
+        history.append(session.answer(history))
+    session.close(reward=1.0)
+    return session
+
+
 def leased(service: RunningService, groups: int = 100) -> list[dict[str, Any]]:
     answer = service.request("POST", "/batches/lease", TRAINER, json={"max_groups": groups})
     return [] if answer.status_code == 204 else [row for g in answer.json()["groups"] for row in g["trajectories"]]
@@ -187,6 +199,7 @@ def test_an_export_has_one_row_for_each_trajectory_with_all_that_the_wire_has(se
 
 def test_the_files_say_their_version_and_the_types_that_datasets_should_use(service: RunningService, tmp_path: Path) -> None:
     talked(service)
+    pictured(service, picture())
     export(service, tmp_path)
     for name, columns in TABLES.items():
         schema = pq.read_schema(tmp_path / f"{name}-000000.parquet")
@@ -210,6 +223,7 @@ def test_the_files_say_their_version_and_the_types_that_datasets_should_use(serv
 def test_json_lines_hold_the_same_rows(service: RunningService, tmp_path: Path) -> None:
     talked(service)
     walked(service, 3)
+    pictured(service, picture())
     export(service, tmp_path / "parquet")
     export(service, tmp_path / "jsonl", "--format", "jsonl")
     for name in TABLES:
@@ -222,14 +236,14 @@ def test_json_lines_hold_the_same_rows(service: RunningService, tmp_path: Path) 
 def test_what_an_export_holds_comes_back_as_it_was(
     service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path, kind: str
 ) -> None:
-    sessions = [walked(service, seed) for seed in range(3)]
+    sessions = [*(walked(service, seed) for seed in range(3)), pictured(service, picture()).session_id]
     talked(service, reward=None, group_id="waiting", group_size=2)
     talked(service, status="failed", error="it broke")
     log = {"text": "$ agent --print\nAll \u65e5\u672c done.\n"}
     assert service.request("PUT", f"/sessions/{sessions[0]}/log", json=log).status_code == 204
     export(service, tmp_path / "first", "--format", kind)
     with elsewhere(engine, other_redis) as second:
-        assert imported(second, tmp_path / "first") == f"imported 5 sessions from {tmp_path / 'first'}\n"
+        assert imported(second, tmp_path / "first") == f"imported 6 sessions from {tmp_path / 'first'}\n"
         export(second, tmp_path / "second", "--format", kind)
         for name in TABLES:
             rows = table(tmp_path / "first", name)
@@ -492,6 +506,43 @@ async def test_dangling_calls_and_damaged_records_come_back_as_what_they_are(
             assert table(tmp_path / "second", name) == table(tmp_path / "first", name)
 
 
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_an_image_is_in_a_folder_once_whatever_sessions_have_it(
+    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path, kind: str
+) -> None:
+    red, blue = picture("red"), picture("blue")
+    names = {hashlib.sha256(data).hexdigest(): data for data in (red, blue)}
+    first = pictured(service, red, blue)
+    export(service, tmp_path, "--format", kind)
+    other = pictured(service, blue, red)
+    export(service, tmp_path, "--format", kind)
+    assert {row["digest"]: row["data"] for row in table(tmp_path, "media")} == names and len(table(tmp_path, "media")) == 2
+    found = ArchiveReader(tmp_path).find(other.session_id)
+    assert found is not None and found.media == names
+    with elsewhere(engine, other_redis) as second:
+        imported(second, tmp_path)
+        imported(second, tmp_path)
+        for session_id in (first.session_id, other.session_id):
+            for digest, data in names.items():
+                assert second.request("GET", f"/sessions/{session_id}/media/{digest}").content == data
+            assert second.request("DELETE", f"/sessions/{session_id}").status_code == 204
+        with other_redis.client() as client:
+            assert not client.keys("vb:{m:*")
+
+
+def test_an_image_that_is_not_what_its_digest_says_is_not_restored(
+    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
+) -> None:
+    session = pictured(service, picture())
+    export(service, tmp_path)
+    (whole,) = ArchiveReader(tmp_path).sessions()
+    body = {"session": dict(whole.state), "start": 0, "records": [], "last": False, "media": {"0" * 64: b"x"}}
+    with elsewhere(engine, other_redis) as second:
+        content = msgpack.packb(body)
+        answer = second.request("POST", f"/sessions/{session.session_id}/records", content=content)
+        assert answer.status_code == 400 and "has another digest" in answer.text
+
+
 def test_only_the_sessions_that_were_asked_for_are_exported(service: RunningService, tmp_path: Path) -> None:
     service.session(session_id="open")
     talked(service, session_id="early", group_id="g")
@@ -571,7 +622,7 @@ def test_of_an_old_archive_every_session_is_one_that_trainers_get(service: Runni
     export(service, tmp_path)
     (row,) = table(tmp_path, "sessions")
     for old in ({name: value for name, value in row.items() if name != "trained"}, {**row, "trained": None}):
-        assert session_of(old, table(tmp_path, "records")).state["trained"] is True
+        assert session_of(old, table(tmp_path, "records"), {}).state["trained"] is True
 
 
 def test_a_folder_that_is_no_archive_or_was_changed_is_not_imported(service: RunningService, tmp_path: Path) -> None:

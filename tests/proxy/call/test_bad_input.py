@@ -174,14 +174,6 @@ def test_a_second_turn_that_outgrows_the_window_leaves_the_first_as_it_was(
     assert len(session.calls) == 1
 
 
-def test_pictures_are_refused_on_the_token_path(running: Running) -> None:
-    session = running[1]["token"].session()
-    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
-    with pytest.raises(BadRequestError, match="image_url"):
-        session.ask([{"role": "user", "content": [{"type": "text", "text": "what is this"}, part]}])
-    assert session.calls == []
-
-
 # Keys and sessions
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 import threading
@@ -20,6 +21,7 @@ from pydantic import BaseModel, TypeAdapter
 from proxy.dialects.base import unseal
 from tests.support.engine.scripted_engine import Drop, Fail, Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running, both_paths
+from tests.support.engine.scripted_images import picture
 from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer, running_redis
 from tests.support.service.running_service import RunningService, Session, wait_until
@@ -33,7 +35,6 @@ TOOLS: list[Any] = [
     }
 ]
 SHOWN: Any = {"type": "adaptive"}
-PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 
 
 @pytest.fixture(scope="module")
@@ -483,24 +484,19 @@ def test_system_messages_go_to_the_head_or_where_they_stand(
 
 def test_tool_results_with_errors_and_images(service: RunningService, engine: ScriptedEngine) -> None:
     engine.say(engine.family.speak("", calls=[("lookup", {"key": key}) for key in "abcd"]), "done")
-    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PIXEL}}
+    data = base64.b64encode(picture()).decode()
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
     with harness(service) as agent:
         reply = agent.said("q", tools=TOOLS)
         first, second, third, fourth = [block for block in reply["content"] if block["type"] == "tool_use"]
         results = [result(first, "bad", is_error=True), result(second, [], is_error=True), result(third, None)]
         pictured = result(fourth, [text("see"), image])
         with_image = [user(text("q")), reply, user(*results, pictured)]
-        if service.settings.engine_api == "token":
-            with pytest.raises(anthropic.BadRequestError, match="image_url"):
-                agent.ask(with_image, tools=TOOLS)
-            agent.ask([user(text("q")), reply, user(text("and"), *results, result(fourth, ""))], tools=TOOLS)
-            *_, one, two, three, four, said = agent.exact()[1]["messages"]
-            assert four["content"] == "" and said == {"role": "user", "content": "and"}
-        else:
+        with pytest.raises(anthropic.BadRequestError, match="not a multimodal model"):
             agent.ask(with_image, tools=TOOLS)
-            *_, one, two, three, four = agent.session.calls[1]["messages"]
-            url = {"url": f"data:image/png;base64,{PIXEL}"}
-            assert four["content"] == [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": url}]
+        agent.ask([user(text("q")), reply, user(text("and"), *results, result(fourth, ""))], tools=TOOLS)
+        *_, one, two, three, four, said = agent.exact()[1]["messages"]
+        assert four["content"] == "" and said == {"role": "user", "content": "and"}
     assert [message["content"] for message in (one, two, three)] == ["bad", "Error", ""]
 
 

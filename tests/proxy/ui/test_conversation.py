@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.errors import NotFound
-from proxy.ui.conversation import CallSummary, arrange, find_message, read_image, show_message
+from proxy.ui.conversation import CallSummary, arrange, find_image, find_message, read_image, show_message
 from tests.support.service.ui_sessions import summary
 from tests.support.sessions.calls import call
 
@@ -121,3 +121,12 @@ def test_an_image_that_is_not_base64_is_not_found() -> None:
     parts = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,A"}}]
     with pytest.raises(NotFound):
         read_image({"content": parts}, 0)
+
+
+def test_an_image_that_the_store_keeps_is_found_by_its_digest() -> None:
+    digest = "ab" * 32
+    message = {"role": "user", "content": [{"type": "text", "text": "see"}, {"type": "image", "digest": digest}]}
+    assert [block.kind for block in show_message(0, message).blocks] == ["text", "image"]
+    assert find_image(message, 0) == f"sha256:{digest}"
+    with pytest.raises(NotFound):
+        find_image(message, 1)

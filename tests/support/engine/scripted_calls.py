@@ -22,6 +22,7 @@ from tests.support.engine.scripted_answers import (
     parse,
     tool_call,
 )
+from tests.support.engine.scripted_images import ImagesRefused, check_number, data_of, expand, features, take_images
 from tests.support.engine.scripted_sampling import Broken, EngineError, Fail, Generation, Say, Step
 from tests.support.engine.scripted_wire import (
     chat_answer,
@@ -65,15 +66,15 @@ class SamplingCalls:
 
     async def render(self, exchange: Exchange, body: Any) -> None:
         try:
-            ids = self._rendered(body)
+            ids, seen = self._rendered(body)
         except Refused as refused:
             await exchange.fail(refused.fault)
             return
         room = self._engine.max_model_len - len(ids)
-        await exchange.answer(generate_body(body, ids, f"chatcmpl-{request_id(exchange, body)}", room))
+        await exchange.answer(generate_body(body, ids, f"chatcmpl-{request_id(exchange, body)}", room, seen))
 
-    def _rendered(self, body: Mapping[str, Any]) -> list[int]:
-        """The ids of a chat request. Raises Refused as vLLM would."""
+    def _rendered(self, body: Mapping[str, Any]) -> tuple[list[int], Any]:
+        """The ids of a chat request, and the features of its images. Raises Refused as vLLM would."""
         need(body, "messages")
         check_model(body, self._engine.model)
         self._check_asked(body.get("max_completion_tokens") or body.get("max_tokens") or 0)
@@ -81,11 +82,14 @@ class SamplingCalls:
         if body.get("reasoning_effort") is not None:
             kwargs.setdefault("reasoning_effort", body["reasoning_effort"])
         try:
-            ids = self._family.render(body["messages"], body.get("tools"), **kwargs)
+            messages, images = take_images(body["messages"], self._engine.most_images, self._engine.model)
+            ids, ranges = expand(self._family, self._family.render(messages, body.get("tools"), **kwargs), images)
         except jinja2.TemplateError as error:
             raise Refused(bad(str(error), None)) from error
+        except ImagesRefused as error:
+            raise Refused(bad(error.message, error.param)) from error
         self._check_fits(ids)
-        return ids
+        return ids, features(images, ranges, body.get("mm_payload", "tensors"))
 
     def _check_asked(self, max_tokens: int) -> None:
         window = self._engine.max_model_len
@@ -119,11 +123,20 @@ class SamplingCalls:
             if asked.get("prompt_logprobs") is not None and asked.get("skip_reading_prefix_cache") is False:
                 # Once the prompt is in its cache, vLLM's engine dies of it.
                 raise Refused(ENGINE_ERROR)
+            # A real engine takes a client's word for what they show.
+            assert not body.get("features"), "features of images were passed on"
+            images = [data_of(part["url"]) for part in body.get("content_parts") or ()]
+            check_number(len(images), self._engine.most_images, self._engine.model)
+            ids, ranges = expand(self._family, body["token_ids"], images)
         except Refused as refused:
             await exchange.fail(refused.fault)
             return
+        except ImagesRefused as error:
+            await exchange.fail(bad(error.message, error.param))
+            return
         name = f"generate-tokens-{request_id(exchange, body)}"
-        generation = self._generation(exchange, body, name, body["token_ids"], body["sampling_params"])
+        generation = self._generation(exchange, body, name, ids, body["sampling_params"])
+        generation.placeholders = ranges
         await self._sample(exchange, generation, self._generate_answer(exchange, generation))
 
     def _generate_answer(self, exchange: Exchange, generation: Generation) -> Answer:
@@ -131,7 +144,7 @@ class SamplingCalls:
 
     async def chat(self, exchange: Exchange, body: Any) -> None:
         try:
-            ids = self._rendered(body)
+            ids, _ = self._rendered(body)
         except Refused as refused:
             await exchange.fail(refused.fault)
             return

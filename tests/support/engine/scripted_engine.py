@@ -127,6 +127,7 @@ class ScriptedEngine:
         model: str = MODEL,
         adapter: str | None = None,
         max_model_len: int = 8192,
+        most_images: int = 0,
         default: Callable[[Generation, int], Reply] | None = None,
     ) -> None:
         self.family = FAMILIES[family] if isinstance(family, str) else family
@@ -139,6 +140,8 @@ class ScriptedEngine:
         self.max_model_len = max_model_len
         self.cached_tokens = 0
         """What the engine says of every prompt that it had cached."""
+        self.most_images = most_images
+        """How many images a prompt may have; 0: the model takes none."""
         self.routes = False
         """Whether it tells which experts each token was routed to."""
         self._default = default or (lambda generation, index: random_reply(self.family, generation, index))

@@ -82,6 +82,8 @@ class Generation:
     stream: bool
     cached_tokens: int = 0
     routes: bool = False
+    placeholders: list[dict[str, int]] = field(default_factory=list)
+    """The ranges of its images."""
     sampled: dict[int, list[int]] = field(default_factory=dict)
     aborted: bool = False
     disconnected: bool = False

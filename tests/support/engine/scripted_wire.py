@@ -39,13 +39,15 @@ def streamed_usage(generation: Generation, **details: int) -> dict[str, Any]:
     return {key: value for key, value in usage.items() if value is not None} | {"prompt_tokens_details": details}
 
 
-def generate_body(request: Mapping[str, Any], ids: Sequence[int], request_id: str, room: int) -> dict[str, Any]:
+def generate_body(
+    request: Mapping[str, Any], ids: Sequence[int], request_id: str, room: int, features: Any = None
+) -> dict[str, Any]:
     """What render answers: the generate body of a chat request."""
     return {
         "request_id": request_id,
         "token_ids": list(ids),
         "token_offsets": None,
-        "features": None,
+        "features": features,
         "content_parts": None,
         "sampling_params": sampling_params(request, room),
         "model": request.get("model"),
@@ -120,7 +122,7 @@ def generate_answer(generation: Generation, model: str, choices: list[dict[str, 
         "prompt_logprobs": prompt_logprobs(generation),
         "prompt_token_id_logprobs": None,
         "prompt_token_ids": generation.prompt_ids if generation.body.get("return_token_ids") else None,
-        "mm_placeholders": None,
+        "mm_placeholders": placeholders(generation),
         "metrics": None,
         "kv_transfer_params": None,
         "ec_transfer_params": None,
@@ -129,12 +131,18 @@ def generate_answer(generation: Generation, model: str, choices: list[dict[str, 
     }
 
 
+def placeholders(generation: Generation) -> dict[str, Any] | None:
+    told = generation.body.get("return_token_ids") and generation.placeholders
+    return {"image": generation.placeholders} if told else None
+
+
 def generate_chunk(generation: Generation, step: Step, first: bool) -> dict[str, Any]:
     """One event of a generate stream; the weight versions come with the last."""
     wanted = generation.sampling.get("logprobs") is not None
     chunk: dict[str, Any] = {"request_id": generation.request_id, "usage": None, "output_mode": "tokens"}
     if first and generation.body.get("return_token_ids"):
         chunk["prompt_token_ids"] = generation.prompt_ids
+        chunk["mm_placeholders"] = placeholders(generation)
     choice = generate_choice(step.index, [step], wanted)
     if step.finish_reason:
         choice["routed_experts"] = routed_experts(generation, step.index)

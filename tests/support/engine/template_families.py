@@ -57,6 +57,8 @@ class Family:
     markup: Markup
     other_ends: tuple[str, ...] = ()
     bos: str = ""
+    template: str = ""
+    """The family whose template it has, if that is another one."""
     folder: Path | None = None
     """A model's folder whose tokenizer.json and chat_template.jinja stand in for the ones made here."""
 
@@ -140,7 +142,7 @@ def _takes_parts(family: Family) -> bool:
 
 def _template_text(family: Family) -> str:
     templates = Path(__file__).parent / "chat_templates"
-    file = family.folder / "chat_template.jinja" if family.folder else templates / f"{family.name}.jinja"
+    file = family.folder / "chat_template.jinja" if family.folder else templates / f"{family.template or family.name}.jinja"
     return file.read_text(encoding="utf-8")
 
 

@@ -25,8 +25,6 @@ from tests.support.engine.scripted_sampling import POLL_SECONDS, Fail, Say
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session, streamed_text
 
-PIXEL = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
-
 
 @pytest.fixture(scope="module")
 def running(redis_server: RedisServer) -> Iterator[Running]:
@@ -147,77 +145,6 @@ def test_a_parameter_that_changes_how_a_reply_begins_is_no_new_root(engine: Scri
     assert row["token_ids"] == [*calls[1]["prompt_ids"], *calls[1]["completion_ids"]]
     assert row["token_ids"][: len(calls[0]["prompt_ids"])] == calls[0]["prompt_ids"]
     assert engine.family.decode(calls[1]["prompt_ids"]).endswith("<think>\n\n</think>\n\n")
-
-
-REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "chat": (
-        "/v1/chat/completions",
-        {"model": "policy", "messages": [turn("system", "s"), {"role": "user", "content": [PIXEL]}]},
-    ),
-    "messages": (
-        "/v1/messages",
-        {
-            "model": "policy",
-            "max_tokens": 9,
-            "system": "s",
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
-                    ],
-                }
-            ],
-        },
-    ),
-    "responses": (
-        "/v1/responses",
-        {
-            "model": "policy",
-            "input": [
-                {"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}]}
-            ],
-        },
-    ),
-    "gemini": (
-        "/v1beta/models/policy:generateContent",
-        {"contents": [{"role": "user", "parts": [{"inlineData": {"mimeType": "image/png", "data": "iVBORw0KGgo="}}]}]},
-    ),
-}
-
-
-@pytest.mark.parametrize("dialect", sorted(REQUESTS))
-def test_an_image_is_refused_on_the_token_path_in_words_the_dialect_knows(
-    engine: ScriptedEngine, services: dict[str, RunningService], dialect: str
-) -> None:
-    path, body = REQUESTS[dialect]
-    session = services["token"].session()
-    refused = post(session, path, body)
-    assert refused.status_code == 400, refused.text
-    said = refused.json()["error"]["message"]
-    named = {"chat": "messages[1] (user)", "messages": "'messages'", "responses": "'input'", "gemini": "'contents'"}[dialect]
-    assert named in said
-    assert "the engine of model 'policy' takes text only" in said
-    assert session.calls == engine.generations == []
-
-
-@pytest.mark.parametrize("dialect", sorted(REQUESTS))
-def test_an_image_is_passed_on_on_the_chat_path(
-    engine: ScriptedEngine, services: dict[str, RunningService], dialect: str
-) -> None:
-    path, body = REQUESTS[dialect]
-    session = services["chat"].session()
-    answer = post(session, path, body)
-    assert answer.status_code == 200, answer.text
-    assert engine.last.messages is not None
-    (part,) = engine.last.messages[-1]["content"]
-    assert (part["type"], part["image_url"]["url"]) == ("image_url", "data:image/png;base64,iVBORw0KGgo=")
-
-
-def test_an_sdk_reads_the_refusal_of_an_image(services: dict[str, RunningService]) -> None:
-    with pytest.raises(openai.BadRequestError) as raised:
-        services["token"].session().ask([{"role": "user", "content": [{"type": "text", "text": "see"}, PIXEL]}])
-    assert raised.value.param == "messages[0].content"
 
 
 @pytest.mark.parametrize(

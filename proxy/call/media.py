@@ -1,0 +1,87 @@
+"""The images of a call: their bytes for the engine, from the request, this process's memory or the store; kept once the call is sampled."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from proxy.call.tree import Draft, SessionTree
+from proxy.call.turn import Turn
+from proxy.dialects.base import Request
+from proxy.errors import Conflict, RequestError
+from proxy.store.media import MediaStore
+from proxy.timeline import STORE, Waiting
+
+
+class Media:
+    """Keeps `capacity_bytes` of the images used last in memory: a harness sends its whole history with every call."""
+
+    def __init__(self, store: MediaStore, capacity_bytes: int) -> None:
+        self._store = store
+        self._capacity_bytes = capacity_bytes
+        self._recent: OrderedDict[str, bytes] = OrderedDict()
+        self.memory_bytes = 0
+
+    async def load(self, draft: Draft, request: Request) -> None:
+        """Give the request the bytes of its images. Raises RequestError for one that the session never sent, and for more than one session
+        may have."""
+        tree, sent = draft.tree, dict(draft.images)
+        digests = set(request.images)
+        unknown = digests - sent.keys() - tree.kept_images
+        if unknown:
+            # Of another process's calls, or only named. A stored history names what its own session sent.
+            with Waiting(STORE):
+                tree.kept_images |= (await self._store.sizes(tree.info.session_id, tree.info.created_at)).keys()
+            unknown -= tree.kept_images
+            if unknown and tree.recording is not None:
+                # What a fork replays, its origin keeps.
+                unknown -= tree.recording.images
+        if unknown:
+            raise RequestError(f"the session has sent no image with the digest {min(unknown)}", param="messages")
+        await self._check_number(tree, digests)
+        request.image_bytes = sent | await self._find(digests - sent.keys())
+
+    async def _check_number(self, tree: SessionTree, digests: set[str]) -> None:
+        new = digests - tree.kept_images
+        if not new:
+            return
+        session_id = tree.info.session_id
+        with Waiting(STORE):
+            kept = await self._store.count(session_id, tree.info.created_at)
+        if kept + len(new) > tree.bounds.per_session:
+            raise RequestError(
+                f"session '{session_id}' has {kept} images and the request {len(new)} new ones, of at most "
+                f"{tree.bounds.per_session} (VERBATIM_MAX_SESSION_IMAGES)",
+                param="messages",
+            )
+
+    async def _find(self, digests: set[str]) -> dict[str, bytes]:
+        found = {digest: self._recent[digest] for digest in digests if digest in self._recent}
+        for digest in found:
+            self._recent.move_to_end(digest)
+        if missing := digests - found.keys():
+            with Waiting(STORE):
+                loaded = await self._store.load(missing)
+            if lost := missing - loaded.keys():
+                raise Conflict(f"the store has lost the image with the digest {min(lost)}")
+            found |= loaded
+            self._remember(loaded)
+        return found
+
+    async def keep(self, turn: Turn) -> None:
+        """Store the images of a call that is about to be recorded. Raises Conflict when the session is closed or gone."""
+        request, tree = turn.request, turn.tree
+        new = {digest: request.image_bytes[digest] for digest in request.images if digest not in tree.kept_images}
+        if new:
+            with Waiting(STORE):
+                await self._store.keep(turn.session_id, tree.info.created_at, new)
+            tree.kept_images |= new.keys()
+            self._remember(new)
+
+    def _remember(self, images: dict[str, bytes]) -> None:
+        for digest, data in images.items():
+            if digest not in self._recent:
+                self._recent[digest] = data
+                self.memory_bytes += len(data)
+        while self.memory_bytes > self._capacity_bytes:
+            _, data = self._recent.popitem(last=False)
+            self.memory_bytes -= len(data)

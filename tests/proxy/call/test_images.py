@@ -1,0 +1,527 @@
+"""Agents that see: images of every dialect on the token path, placed in the ids that the model saw, kept once, and refused before anything
+is kept where they cannot be taken."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import redis
+
+from tests.support.engine.scripted_engine import Say, ScriptedEngine
+from tests.support.engine.scripted_fixtures import Running
+from tests.support.engine.scripted_images import END, PAD, SEEING, START, picture, url_of
+from tests.support.service.redis_server import RedisServer
+from tests.support.service.running_service import RunningService, Session
+from tests.support.service.verbatim_process import ADMIN, TRAINER
+
+RED, BLUE, WIDE = picture("red"), picture("blue"), picture("green", (64, 16))
+PIXELS = 64 * 64
+
+
+@pytest.fixture(scope="module")
+def running(redis_server: RedisServer) -> Iterator[Running]:
+    redis_server.flushall()
+    bounds = {"max_image_bytes": 20_000, "max_image_pixels": PIXELS, "max_call_images": 6, "max_session_images": 5}
+    with (
+        ScriptedEngine(SEEING, most_images=4) as engine,
+        RunningService(engine.url, redis_server.url, engine_api="token", **bounds) as token,
+        RunningService(engine.url, redis_server.url, engine_api="chat", **bounds) as chat,
+    ):
+        yield engine, {"token": token, "chat": chat}
+
+
+@pytest.fixture
+def session(token_service: RunningService, engine: ScriptedEngine) -> Session:
+    return token_service.session()
+
+
+@pytest.fixture
+def store(redis_server: RedisServer) -> Iterator[redis.Redis]:
+    redis_server.flushall()
+    with redis.Redis.from_url(redis_server.url) as client:
+        yield client
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def kept(store: redis.Redis) -> set[str]:
+    """The digests whose bytes the store has."""
+    return {key.decode().split(":", 2)[2].split("}")[0] for key in store.keys("vb:{m:*:bytes")}
+
+
+def keys_of(store: redis.Redis) -> set[bytes]:
+    """Without the heartbeat of the service."""
+    return set(store.keys("*")) - {b"vb:processes"}
+
+
+def image(data: bytes, kind: str = "image/png") -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url_of(data, kind)}}
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]}
+
+
+def post(session: Session, path: str, body: Any) -> httpx.Response:
+    url = session.base_url.removesuffix("/v1") + path
+    return httpx.post(url, json=body, headers={"authorization": f"Bearer {session.api_key}"}, timeout=120)
+
+
+def placed(call: dict[str, Any]) -> list[tuple[str, list[int]]]:
+    """Digest and ids of each image of the call's prompt."""
+    ids = call["prompt_ids"]
+    return [(each["digest"], ids[each["start"] : each["start"] + each["length"]]) for each in call["media"]]
+
+
+def requests_of(data: bytes, kind: str = "image/png") -> dict[str, tuple[str, dict[str, Any]]]:
+    """The same image in each dialect's form."""
+    text = base64.b64encode(data).decode()
+    return {
+        "chat": ("/v1/chat/completions", {"model": "policy", "messages": [user(image(data, kind), "see")]}),
+        "responses": (
+            "/v1/responses",
+            {
+                "model": "policy",
+                "input": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "input_image", "image_url": url_of(data, kind), "detail": "high"},
+                            {"type": "input_text", "text": "see"},
+                        ],
+                    }
+                ],
+            },
+        ),
+        "messages": (
+            "/v1/messages",
+            {
+                "model": "policy",
+                "max_tokens": 9,
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "image", "source": {"type": "base64", "media_type": kind, "data": text}},
+                            {"type": "text", "text": "see"},
+                        ],
+                    }
+                ],
+            },
+        ),
+        "gemini": (
+            "/v1beta/models/policy:generateContent",
+            {"contents": [{"role": "user", "parts": [{"inlineData": {"mimeType": kind, "data": text}}, {"text": "see"}]}]},
+        ),
+    }
+
+
+DIALECTS = pytest.mark.parametrize("dialect", sorted(requests_of(RED)))
+
+
+@DIALECTS
+def test_an_image_of_any_dialect_is_placed_in_the_ids_that_the_model_saw(
+    engine: ScriptedEngine, session: Session, dialect: str
+) -> None:
+    path, body = requests_of(RED)[dialect]
+    answer = post(session, path, body)
+    assert answer.status_code == 200, answer.text
+    (call,) = session.calls
+    pad = SEEING.id_of(PAD)
+    assert placed(call) == [(digest(RED), [pad] * 4)]
+    start = call["media"][0]["start"]
+    assert call["prompt_ids"][start - 1] == SEEING.id_of(START) and call["prompt_ids"][start + 4] == SEEING.id_of(END)
+    assert call["prompt_ids"] == engine.last.prompt_ids
+    assert call["messages"][-1]["content"][0] == {"type": "image", "digest": digest(RED)}
+    assert engine.last.body["token_ids"].count(pad) == len(engine.last.body["content_parts"]) == 1
+    ((row,), accounting) = session.trajectories()
+    assert row["media"] == call["media"] and accounting["complete"]
+    assert not any(row["loss_mask"][start : start + 4])
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_images_of_several_turns_and_in_tool_results_make_one_row(
+    engine: ScriptedEngine, session: Session, stream: bool
+) -> None:
+    engine.say(SEEING.speak(calls=[("lookup", {"key": "a"})]), "first", "second")
+    tools = [{"type": "function", "function": {"name": "lookup", "parameters": {"type": "object", "properties": {}}}}]
+    history: list[Any] = [user("which?", image(RED), "or", image(BLUE))]
+
+    def ask() -> dict[str, Any]:
+        if stream:
+            list(session.ask(history, stream=True, tools=tools))
+            return session.calls[-1]["reply"]
+        return session.answer(history, tools=tools)
+
+    message = ask()
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": user("seen", image(WIDE))["content"]}
+    history += [message, result]
+    history += [ask(), user(image(RED))]
+    ask()
+    calls = session.calls
+    assert [call["branch_reason"] for call in calls] == [None] * 3
+    assert [each for each, _ in placed(calls[-1])] == [digest(data) for data in (RED, BLUE, WIDE, RED)]
+    assert calls[-1]["prompt_ids"] == engine.last.prompt_ids
+    assert [(each["start"], each["length"]) for each in calls[-1]["media"]] == [
+        (each["offset"], each["length"]) for each in engine.last.placeholders
+    ]
+    ((row,), accounting) = session.trajectories()
+    assert row["media"] == calls[-1]["media"] and accounting["complete"]
+
+
+def results_of(data: bytes, call_id: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """A conversation whose tool result is an image, in each dialect's form."""
+    text, schema = base64.b64encode(data).decode(), {"type": "object", "properties": {}}
+    source = {"type": "base64", "media_type": "image/png", "data": text}
+    call = {"type": "function_call", "call_id": call_id, "name": "look", "arguments": "{}"}
+    return {
+        "responses": (
+            "/v1/responses",
+            {
+                "model": "policy",
+                "input": [
+                    {"role": "user", "content": "q"},
+                    call,
+                    {
+                        "type": "function_call_output",
+                        "call_id": call_id,
+                        "output": [{"type": "input_image", "image_url": url_of(data)}],
+                    },
+                ],
+                "tools": [{"type": "function", "name": "look", "parameters": schema}],
+            },
+        ),
+        "messages": (
+            "/v1/messages",
+            {
+                "model": "policy",
+                "max_tokens": 9,
+                "messages": [
+                    {"role": "user", "content": "q"},
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": call_id, "name": "look", "input": {}}]},
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "tool_result", "tool_use_id": call_id, "content": [{"type": "image", "source": source}]}
+                        ],
+                    },
+                ],
+                "tools": [{"name": "look", "input_schema": schema}],
+            },
+        ),
+        "gemini": (
+            "/v1beta/models/policy:generateContent",
+            {
+                "contents": [
+                    {"role": "user", "parts": [{"text": "q"}]},
+                    {"role": "model", "parts": [{"functionCall": {"name": "look", "args": {}}}]},
+                    {
+                        "role": "user",
+                        "parts": [
+                            {
+                                "functionResponse": {
+                                    "name": "look",
+                                    "response": {},
+                                    "parts": [{"inlineData": {"mimeType": "image/png", "data": text}}],
+                                }
+                            }
+                        ],
+                    },
+                ],
+                "tools": [{"functionDeclarations": [{"name": "look"}]}],
+            },
+        ),
+    }
+
+
+@pytest.mark.parametrize("dialect", ["responses", "messages", "gemini"])
+def test_an_image_in_a_tool_result_of_any_dialect_is_placed(session: Session, dialect: str) -> None:
+    answer = post(session, *results_of(RED, "toolu_1")[dialect])
+    assert answer.status_code == 200, answer.text
+    (call,) = session.calls
+    assert call["messages"][-1]["role"] == "tool"
+    assert [each for each, _ in placed(call)] == [digest(RED)]
+
+
+def test_the_same_bytes_in_any_form_are_one_image(engine: ScriptedEngine, session: Session, store: redis.Redis) -> None:
+    """Another base64, another declared type, another dialect's form, and the digest that names it."""
+    session = session_of(session)
+    text = base64.b64encode(RED).decode()
+    forms = [
+        image(RED),
+        image(RED, "image/jpeg"),
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text[:40]}%0A{text[40:]}", "detail": "low"}},
+        {
+            "type": "image_url",
+            "image_url": {"url": f"data:image/png;base64,{text.translate(str.maketrans('+/', '-_')).rstrip('=')}"},
+        },
+        {"type": "image_url", "image_url": {"url": f"sha256:{digest(RED)}"}},
+    ]
+    for form in forms:
+        session.answer([user(form, "see")])
+    for path, body in requests_of(RED).values():
+        assert post(session, path, body).status_code == 200
+    assert kept(store) == {digest(RED)}
+    assert {tuple(each["digest"] for each in call["media"]) for call in session.calls} == {(digest(RED),)}
+    # All of them have the same history, so each is another sample of the same request.
+    assert {call["branch_reason"] for call in session.calls[1:]} == {"repeated"}
+    assert store.get(f"vb:{{m:{digest(RED)}}}:bytes") == RED
+
+
+def session_of(session: Session) -> Session:
+    """A new one: the store was emptied."""
+    return session._service.session()
+
+
+def test_an_edited_image_branches_though_its_ids_are_the_same(engine: ScriptedEngine, session: Session) -> None:
+    first = session.answer([user(image(RED), "which?")])
+    session.answer([user(image(RED), "which?"), first, user("sure?")])
+    session.answer([user(image(BLUE), "which?"), first, user("sure?")])
+    one, two, edited = session.calls
+    assert two["parent_id"] == one["call_id"] and edited["parent_id"] is None
+    assert edited["prompt_ids"][: len(one["prompt_ids"])] == one["prompt_ids"]
+    rows, accounting = session.trajectories()
+    assert sorted([each["digest"] for each in row["media"]] for row in rows) == sorted([[digest(RED)], [digest(BLUE)]])
+    assert accounting["complete"] and accounting["quarantined"] == []
+
+
+def test_a_sliding_window_of_screenshots_branches_and_stores_no_image_twice(
+    engine: ScriptedEngine, session: Session, store: redis.Redis
+) -> None:
+    session = session_of(session)
+    shots = [RED, BLUE, WIDE]
+    history: list[Any] = []
+    for at, shot in enumerate(shots):
+        history.append(user(image(shot), f"step {at}"))
+        if at == 2:
+            history[0] = user("[an older screenshot]", "step 0")
+        history.append(session.answer(history))
+    assert [call["branch_reason"] is None for call in session.calls] == [True, True, False]
+    assert [each for each, _ in placed(session.calls[-1])] == [digest(BLUE), digest(WIDE)]
+    assert kept(store) == {digest(shot) for shot in shots}
+    rows, accounting = session.trajectories()
+    assert [len(row["media"]) for row in rows] == [2, 2] and accounting["complete"]
+    # No record repeats an image's bytes.
+    assert sum(map(len, store.lrange(f"vb:{{s:{session.session_id}}}:calls", 0, -1))) < 5000
+
+
+def test_an_image_goes_with_the_last_session_that_refers_to_it(
+    engine: ScriptedEngine, session: Session, token_service: RunningService, store: redis.Redis
+) -> None:
+    one, other = session_of(session), session_of(session)
+    one.answer([user(image(RED), image(BLUE))])
+    other.answer([user(image(RED))])
+    for held in (one, other):
+        answer = token_service.request("GET", f"/sessions/{held.session_id}/media/{digest(RED)}", TRAINER)
+        assert (answer.content, answer.headers["content-type"]) == (RED, "image/png")
+    assert token_service.request("GET", f"/sessions/{other.session_id}/media/{digest(BLUE)}", TRAINER).status_code == 404
+    assert token_service.request("DELETE", f"/sessions/{one.session_id}").status_code == 204
+    assert kept(store) == {digest(RED)}
+    assert token_service.request("DELETE", f"/sessions/{other.session_id}").status_code == 204
+    assert not store.keys("*media*") and not store.keys("vb:{m:*")
+
+
+def test_images_count_towards_the_session_and_another_process_finds_them(
+    engine: ScriptedEngine, session: Session, redis_server: RedisServer, store: redis.Redis
+) -> None:
+    session = session_of(session)
+    session.answer([user(image(RED))])
+    state = store.hgetall(f"vb:{{s:{session.session_id}}}:state")
+    assert int(state[b"bytes"]) > len(RED)
+    with RunningService(engine.url, redis_server.url, engine_api="token") as other:
+        url = f"{other.url}/s/{session.session_id}/v1/chat/completions"
+        body = {"model": "policy", "messages": [user({"type": "image_url", "image_url": {"url": f"sha256:{digest(RED)}"}})]}
+        answer = httpx.post(url, json=body, headers={"authorization": f"Bearer {session.api_key}"}, timeout=120)
+        assert answer.status_code == 200, answer.text
+    assert placed(session.calls[-1])[0][0] == digest(RED)
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG that says it is so large, and has no data for it."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+BAD = {
+    "cut short": (RED[:-30], "cannot be decoded"),
+    "empty": (b"", "cannot be decoded"),
+    "no image": (b"hello", "cannot be decoded as PNG, JPEG, WEBP, GIF"),
+    "a format that is not taken": (picture("red", format="BMP"), "cannot be decoded"),
+    "a bomb": (bomb(50_000, 50_000), f"50000 x 50000 pixels, of at most {PIXELS} (VERBATIM_MAX_IMAGE_PIXELS)"),
+    "too large": (RED + b"\0" * 20_000, "bytes, of at most 20000 (VERBATIM_MAX_IMAGE_BYTES)"),
+}
+
+
+@DIALECTS
+@pytest.mark.parametrize("bad", BAD)
+def test_a_bad_image_is_refused_in_the_dialects_shape_and_nothing_is_kept(
+    engine: ScriptedEngine, session: Session, store: redis.Redis, dialect: str, bad: str
+) -> None:
+    session = session_of(session)
+    data, reason = BAD[bad]
+    path, body = requests_of(data)[dialect]
+    before = keys_of(store)
+    answer = post(session, path, body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert reason in error["message"]
+    assert {"chat": "type", "responses": "type", "messages": "type", "gemini": "status"}[dialect] in error
+    assert session.calls == engine.generations == []
+    assert keys_of(store) == before
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([user(*[image(RED)] * 7)], "7 images, of at most 6 (VERBATIM_MAX_CALL_IMAGES)"),
+        ([user(*[image(RED)] * 5)], "At most 4 image(s) may be provided in one prompt"),
+        ([user(*(image(picture((shade, 0, 0))) for shade in range(6)))], "of at most 5 (VERBATIM_MAX_SESSION_IMAGES)"),
+        ([user({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}})], "taken as data URLs only"),
+        ([user({"type": "image_url", "image_url": {"url": "data:image/png;base64,####"}})], "base64 cannot be decoded"),
+        ([user({"type": "image_url", "image_url": {"url": "data:image/png"}})], "no comma"),
+        ([user({"type": "image_url", "image_url": {"url": 7}})], "URL as a string"),
+        ([user({"type": "image_url"})], "URL as a string"),
+        ([user({"image_url": "https://example.com/a.png"})], "taken as data URLs only"),
+        ([user({"input_audio": {"data": "", "format": "wav"}})], "has a part of type 'input_audio'"),
+        ([user({"type": "image_url", "image_url": {"url": "sha256:" + "0" * 64}})], "has sent no image with the digest"),
+        ([user({"type": "image_url", "image_url": {"url": "sha256:0"}})], "named by its digest"),
+        ([user(f"a {PAD} of my own", image(RED))], "contains the placeholder that stands for an image"),
+        ([user({"type": "video_url", "video_url": {"url": "https://example.com/a.mp4"}})], "names its video by address"),
+        ([user({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}})], "has a part of type 'input_audio'"),
+    ],
+)
+def test_what_cannot_be_placed_is_refused_and_nothing_is_kept(
+    engine: ScriptedEngine, session: Session, store: redis.Redis, messages: list[Any], reason: str
+) -> None:
+    session = session_of(session)
+    before = keys_of(store)
+    answer = post(session, "/v1/chat/completions", {"model": "policy", "messages": messages})
+    assert answer.status_code == 400 and reason in answer.json()["error"]["message"], answer.text
+    assert session.calls == []
+    assert keys_of(store) == before
+    assert session.answer("still there?")["content"]
+
+
+@DIALECTS
+def test_a_model_that_takes_no_images_says_so_in_the_dialects_shape(
+    engine: ScriptedEngine, session: Session, store: redis.Redis, dialect: str
+) -> None:
+    session, engine.most_images = session_of(session), 0
+    before = keys_of(store)
+    try:
+        answer = post(session, *requests_of(RED)[dialect])
+    finally:
+        engine.most_images = 4
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and "policy is not a multimodal model" in error["message"]
+    assert {"chat": "type", "responses": "type", "messages": "type", "gemini": "status"}[dialect] in error
+    assert session.calls == engine.generations == [] and keys_of(store) == before
+
+
+def test_an_sdk_reads_the_refusal_of_an_image(session: Session) -> None:
+    with pytest.raises(openai.BadRequestError, match="cannot be decoded") as raised:
+        session.ask([user("see", image(b"hello"))])
+    assert raised.value.param == "messages"
+
+
+@pytest.mark.parametrize(("kind", "options"), [("JPEG", {}), ("WEBP", {"lossless": True}), ("GIF", {})])
+def test_other_formats_are_taken(engine: ScriptedEngine, session: Session, kind: str, options: dict[str, Any]) -> None:
+    data = picture("blue", format=kind, **options)
+    session.answer([user(image(data, f"image/{kind.lower()}"))])
+    assert [each for each, _ in placed(session.calls[0])] == [digest(data)]
+    assert engine.last.body["content_parts"][0]["url"] == url_of(data, f"image/{kind.lower()}")
+
+
+def test_a_placeholder_is_never_sampled_nor_trained(engine: ScriptedEngine, session: Session) -> None:
+    """An engine that is given images would take a sampled one for the next image's. This engine heeds no bias."""
+    pad = SEEING.id_of(PAD)
+    engine.say(Say(token_ids=[*SEEING.encode("fish"), pad, SEEING.end_id]))
+    session.ask([user(image(RED))], logit_bias={"7": 1})
+    assert engine.last.sampling["logit_bias"] == {"7": 1, str(pad): -100.0}
+    (call,) = session.calls
+    _, accounting = session.trajectories()
+    assert [(item["call_id"], item["reason"]) for item in accounting["quarantined"]] == [
+        (call["call_id"], "placeholder_sampled")
+    ]
+    session.answer("hello")
+    assert "logit_bias" not in engine.last.sampling
+
+
+@DIALECTS
+def test_on_the_chat_path_an_image_is_passed_on(engine: ScriptedEngine, running: Running, dialect: str) -> None:
+    answer = post(running[1]["chat"].session(), *requests_of(RED)[dialect])
+    assert answer.status_code == 200, answer.text
+    assert engine.last.messages is not None
+    assert engine.last.messages[-1]["content"][0] == image(RED)
+
+
+def test_on_the_chat_path_an_image_is_kept_and_not_trained(
+    engine: ScriptedEngine, running: Running, store: redis.Redis
+) -> None:
+    """A chat endpoint tells ids, but not which of them stand for an image."""
+    session = running[1]["chat"].session()
+    first = session.answer([user(image(RED))])
+    session.answer([user(image(RED)), first, user("and?")])
+    assert [part["type"] for part in engine.last.messages[0]["content"]] == ["image_url"]
+    assert kept(store) == {digest(RED)}
+    rows, accounting = session.trajectories()
+    assert rows == [] and {item["reason"] for item in accounting["quarantined"]} == {"no_token_ids"}
+    assert [call["parent_id"] for call in session.calls] == [None, session.calls[0]["call_id"]]
+
+
+def test_tokens_are_counted_with_their_images(session: Session) -> None:
+    _, body = requests_of(RED)["messages"]
+    counted = post(session, "/v1/messages/count_tokens", body).json()["input_tokens"]
+    assert post(session, "/v1/messages", body).json()["usage"]["input_tokens"] == counted == len(session.calls[0]["prompt_ids"])
+
+
+def test_a_stored_response_names_its_image_so_that_it_can_be_sent_again(session: Session) -> None:
+    path, body = requests_of(RED)["responses"]
+    stored = post(session, path, body).json()
+    url = f"{session.base_url}/responses/{stored['id']}/input_items"
+    items = httpx.get(url, headers={"authorization": f"Bearer {session.api_key}"}).json()["data"]
+    assert items[0]["content"][0] == {"type": "input_image", "detail": "auto", "image_url": f"sha256:{digest(RED)}"}
+    again = {
+        "model": "policy",
+        "input": [{"role": "user", "content": items[0]["content"]}],
+        "previous_response_id": stored["id"],
+    }
+    assert post(session, path, again).status_code == 200
+    assert [each for each, _ in placed(session.calls[1])] == [digest(RED)] * 2
+    assert len(session.trajectories()[0]) == 1
+
+
+def test_pillow_is_imported_with_the_first_image() -> None:
+    code = "import sys, proxy.app; sys.exit('PIL' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_pages_show_the_images(session: Session, token_service: RunningService) -> None:
+    session.answer([user("see", image(RED), image(BLUE))])
+    (call,) = session.calls
+    page = f"/ui/sessions/{session.session_id}"
+    with httpx.Client(base_url=token_service.url, timeout=120) as browser:
+        assert browser.post("/ui/login", data={"token": ADMIN}, headers={"origin": token_service.url}).status_code in (200, 303)
+        for number, data in enumerate((RED, BLUE)):
+            path = f"{page}/calls/{call['call_id']}/messages/0/images/{number}"
+            assert path in browser.get(page).text
+            answer = browser.get(path)
+            assert (answer.content, answer.headers["content-type"]) == (data, "image/png")
+        whole = browser.get(f"{page}/download/page.html").text
+        assert f'src="{url_of(RED)}"' in whole and "sha256:" not in whole.partition("<body")[2].partition("<script")[0]
