@@ -20,7 +20,7 @@ from tests.support.sessions.training_rows import groups, spans, trajectory
 from trainer_client.advantages import dr_grpo
 from trainer_client.batch import Batch
 from trainer_client.errors import MixedLogprobModes, RowTooLong
-from trainer_client.importance import batch_statistics, truncated_weights
+from trainer_client.importance import batch_statistics, masked_weights, row_of_token, truncated_weights
 from trainer_client.tree import TreeBatch
 
 BUDGET = 10_000
@@ -266,6 +266,30 @@ def test_loss_and_every_gradient_are_those_of_flat_rows(model: LlamaForCausalLM,
         return
     for ours, theirs in zip(gradients(model, total), gradients(model, wanted), strict=True):
         assert torch.allclose(ours, theirs, rtol=0, atol=TOLERANCE)
+
+
+@given(batches(), st.integers(0, 9), st.sampled_from(["token", "row", "row_mean"]), st.integers(0, 12))
+def test_corrections_and_weights_lie_on_the_tokens_that_they_are_of(batch: Batch, seed: int, level: Any, room: int) -> None:
+    """Every trained token has a ratio of its own, and every row an advantage: a weight on another token, or of another row, shows."""
+    numbers = np.random.default_rng(seed)
+    advantages = numbers.normal(size=len(batch.rows)).astype(np.float32)
+    flat = batch.padded(advantages=advantages)
+    ours = np.where(flat.loss_mask, flat.inference_logprobs + numbers.normal(size=flat.loss_mask.shape), 0)
+
+    def weigh(data: Any, trainer_logprobs: Any) -> Any:
+        given: tuple[Any, ...] = (trainer_logprobs, data.inference_logprobs, data.loss_mask)
+        rows = row_of_token(data)
+        weights = truncated_weights(*given, cap=1.5, level=level, rows=rows).weights
+        kept = masked_weights(*given, low=0.5, high=2.0, level=level, rows=rows).kept
+        return np.stack([weights, kept, data.advantages[rows], data.row_weight[rows], data.weight_versions])
+
+    wanted = weigh(flat, ours)
+    seen = np.zeros(flat.loss_mask.shape, dtype=int)
+    for data in batch.tree(max(len(each.token_ids) for each in batch.rows) + room, advantages=advantages):
+        rows, places = data.row_index[data.segment_index], data.position_ids[data.trained_index]
+        np.testing.assert_allclose(weigh(data, ours[rows, places]), wanted[:, rows, places], rtol=1e-5)
+        np.add.at(seen, (rows, places), 1)
+    assert (seen == flat.loss_mask).all()
 
 
 def test_statistics_and_corrections_take_trees_as_they_take_rows() -> None:
