@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from examples.learn.agents import CliAgent, make_task
 from examples.learn.exercises import Exercise
 from examples.pretrained.varied import draw_varied
 from proxy.archive.folder import ArchiveError, ArchiveReader, read_table
+from proxy.archive.tables import TRAJECTORIES
 from trainer_client.batch import Batch
 from trainer_client.wire import Group, decode_trajectory
 
@@ -50,5 +52,11 @@ def read_accepted(generated: Path) -> Batch:
     folder = generated / "accepted"
     parts = [part["files"]["trajectories"]["name"] for part in ArchiveReader(folder).parts if "trajectories" in part["files"]]
     rows = [row for name in parts for row in read_table(folder / name, "trajectories")]
-    decoded = [decode_trajectory({**row, "metadata": json.loads(row["metadata"])}) for row in rows]
+    decoded = [decode_trajectory({**row, **_load_json(row)}) for row in rows]
     return Batch([Group(row.trajectory_id, (row,)) for row in decoded], weight_version=0)
+
+
+def _load_json(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns that an archive holds as JSON."""
+    names = (name for name, kind in TRAJECTORIES.items() if kind == "json")
+    return {name: json.loads(row[name]) for name in names if row.get(name) is not None}

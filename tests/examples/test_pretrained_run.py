@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -20,13 +21,17 @@ from examples.demo.tiny_model import make_tiny_model
 from examples.learn.agents import AGENTS
 from examples.learn.exercises import KINDS, make_check
 from examples.pretrained.acceptance import ALL, count_attempts
-from examples.pretrained.demonstrations import write_demonstrations
+from examples.pretrained.demonstrations import is_complete, read_accepted, write_demonstrations
 from examples.pretrained.expert import Expert, make_app
 from examples.pretrained.journal import Journal
 from examples.pretrained.run import Settings, describe, open_run
 from examples.pretrained.steps import Rules
 from examples.pretrained.varied import WORDINGS, draw_varied, make_varied
+from proxy.archive.folder import ArchiveWriter
+from proxy.archive.tables import ArchivedSession
+from reconstruct.trajectory import encode_row
 from rollout.task import read_json
+from tests.support.sessions.training_rows import trajectory
 
 SETTINGS = Settings(
     agent="pi",
@@ -124,6 +129,21 @@ def test_the_experts_tasks_are_valid_and_its_answers_are_right_three_times_in_fo
     assert [read_json(line.encode()).instruction for line in lines] == list(answers)
     assert answers.keys() == solutions.keys()
     assert 0.65 < sum(answers[asked] == solutions[asked] for asked in answers) / 200 < 0.85
+
+
+def test_the_accepted_rows_are_read_as_they_were_recorded(tmp_path: Path) -> None:
+    """Whatever columns an archive has beside theirs; before it is complete, a generation counts as unfinished."""
+    rows = [trajectory("a", session="s"), trajectory("b", session="s", versions=(5, 5, 5))]
+    state = defaultdict(lambda: None, session_id="s", created_at=1.0, status="completed", reward_metadata={})
+    assert not is_complete(tmp_path)
+    with ArchiveWriter(tmp_path / "accepted") as writer:
+        writer.add(ArchivedSession(state, [], trajectories=[encode_row(row, arrays="bytes") for row in rows]))
+        writer.flush()
+        assert not is_complete(tmp_path)
+        writer.finish({})
+    batch = read_accepted(tmp_path)
+    assert is_complete(tmp_path) and [row.trajectory_id for row in batch.rows] == ["a", "b"]
+    assert [encode_row(row) for row in batch.rows] == [encode_row(row) for row in rows]
 
 
 # Going on
