@@ -8,7 +8,6 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Response
 
-from proxy.api.closing import load_session
 from proxy.api.requests import Served, SessionId, require_trainer
 from proxy.errors import NotFound, RequestError
 from proxy.images import FORMATS, media_type
@@ -30,7 +29,9 @@ Digest = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="sha256 of th
 )
 async def get_media(services: Served, session_id: SessionId, digest: Digest) -> Response:
     """An image that the session's calls saw, as long as the session exists."""
-    state = await load_session(services, session_id)
+    state = await services.sessions.load(session_id)
+    if state is None:
+        raise NotFound(f"there is no session {session_id}")
     return image_response(await load_image(services, state.info, digest))
 
 
