@@ -227,6 +227,13 @@ class _Direct:
     def on_leave(self, leave: Callable[[], None]) -> None:
         self._connection.watch(self._cycle, leave)
 
+    def write(self, body: bytes) -> None:
+        cycle = self._cycle
+        if body and cycle.response_started and cycle.chunked_encoding and not (cycle.disconnected or cycle.response_complete):
+            self._connection.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        else:
+            self.send({"type": "http.response.body", "body": body, "more_body": True})
+
     def send(self, message: MutableMapping[str, Any]) -> None:
         """uvicorn's `send` waits only for a client that reads slowly, which the write timeout ends."""
         flow = self._connection.flow

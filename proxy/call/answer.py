@@ -67,7 +67,8 @@ class Answer:
         self._keepalive_seconds = keepalive_seconds
         self._renderer: StreamRenderer | None = None
         self._opening = b""
-        self._begun = False
+        self._flowing: StreamRenderer | None = None
+        """The renderer of a stream that has begun."""
         self._loop = asyncio.get_running_loop()
         self._written_at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
@@ -77,13 +78,12 @@ class Answer:
     def emit(self, piece: Sampling | FirstToken | Delta) -> None:
         """Send what the harness may see while the engine samples."""
         if isinstance(piece, Delta):
-            renderer = self._begin()
-            self._write(renderer.write(piece))
+            self._write((self._flowing or self._begin()).write(piece))
         elif not self._turn.request.stream:
             return
         elif isinstance(piece, FirstToken):
             self._begin()
-        elif not self._begun:
+        elif self._flowing is None:
             # Made while the engine samples.
             self._open(piece.prompt_tokens)
 
@@ -102,7 +102,7 @@ class Answer:
     def fail(self, error: VerbatimError) -> None:
         """Send the error: as an event of a stream that has begun, else as an HTTP error."""
         self._stop()
-        streamed = self._begun or (self._turn.request.stream and self._dialect.is_streamed_error(error))
+        streamed = self._flowing is not None or (self._turn.request.stream and self._dialect.is_streamed_error(error))
         if not streamed:
             self._exchange.refuse(error, self._metrics)
             return
@@ -119,8 +119,8 @@ class Answer:
 
     def _begin(self) -> StreamRenderer:
         renderer = self._renderer or self._open(0)
-        if not self._begun:
-            self._begun = True
+        if self._flowing is None:
+            self._flowing = renderer
             self._client.start(200, [(b"content-type", self._turn.request.stream_type.encode()), *_UNBUFFERED])
             self._write(self._opening)
         return renderer

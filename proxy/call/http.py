@@ -229,6 +229,10 @@ class Direct(Protocol):
         """As ASGI's, without waiting for a client that reads slowly."""
         ...
 
+    def write(self, body: bytes) -> None:
+        """Send a part of the body of an answer that has begun, and more will follow: what a stream does for every token."""
+        ...
+
     async def flushed(self) -> bool:
         """Whether all that was sent went out to a client that was still there; waits until that is known. ASGI's `send` returns without
         a word where the client has left, and as soon as the answer lies in the server's memory where it has not."""
@@ -260,7 +264,10 @@ class Client:
         self._put({"type": "http.response.start", "status": status, "headers": headers})
 
     def write(self, body: bytes, *, last: bool = False) -> None:
-        self._put({"type": "http.response.body", "body": body, "more_body": not last})
+        if self._direct is not None and not last:
+            self._direct.write(body)
+        else:
+            self._put({"type": "http.response.body", "body": body, "more_body": not last})
 
     def send_whole(self, status: int, headers: Headers, body: bytes) -> None:
         self.start(status, [*headers, (b"content-length", str(len(body)).encode())])

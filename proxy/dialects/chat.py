@@ -160,17 +160,24 @@ def _event(payload: Any) -> bytes:
     return b"data: " + encode(payload) + b"\n\n"
 
 
+_END_OF_TEXT = b'},"finish_reason":null,"logprobs":null}]}\n\n'
+
+
 class ChatStream(ChunkStream):
     def __init__(self, request: Request, reply_id: str, created: int) -> None:
         head = {"id": f"chatcmpl-{reply_id}", "object": "chat.completion.chunk", "created": created}
         super().__init__(request, {**head, "model": request.model})
         self._with_logprobs = request.top_logprobs is not None
+        self._texts = [b'%b{"index":%d,"delta":{"content":' % (self._prefix, index) for index in range(request.n)]
 
     def open(self) -> bytes:
         return b"".join(self._delta(index, {"role": "assistant", "content": ""}) for index in range(self._request.n))
 
     def write(self, delta: Delta) -> bytes:
         self._begun.add(delta.index)
+        if delta.content and not (delta.reasoning or delta.tool_calls or self._with_logprobs):
+            # What nearly every token is.
+            return b"%b%b%b" % (self._texts[delta.index], encode(delta.content), _END_OF_TEXT)
         fields: dict[str, Any] = {}
         if delta.reasoning:
             fields["reasoning_content"] = delta.reasoning

@@ -58,7 +58,7 @@ class OpenAiChat(EngineKind):
     async def sample(self, replica: Replica, job: Job, *, stream: bool, emit: Emit) -> Outcome:
         """Emits the engine's own deltas."""
         before = replica.weight_version
-        choices = [_ChoiceSoFar(index) for index in range(job.request.n)]
+        choices = [_ChoiceSoFar(index, with_entries=_wants_entries(job)) for index in range(job.request.n)]
         reply = _ReplySoFar(job.id_text)
         body = _body(replica, job, stream)
         with Reading(choices) as reading:
@@ -97,15 +97,18 @@ class OpenAiChat(EngineKind):
             if not begun:
                 begun = True
                 emit(FirstToken())
-            reply.update(answer)
-            reply.usage = answer.usage or reply.usage
+            if answer.prompt_token_ids or answer.prompt_logprobs or answer.usage:
+                reply.update(answer)
+                reply.usage = answer.usage or reply.usage
             for choice in answer.choices:
-                reply.update(choice)
+                if choice.prompt_token_ids or choice.prompt_logprobs:
+                    reply.update(choice)
                 delta = choice_at(choices, choice.index).add(choice)
                 if stream and is_visible(job.request, delta):
                     emit(delta)
 
-        async with self._http.receive(replica, path, body, _Answer, job.scope, stream=stream, headers=headers) as answers:
+        expected = _Answer if _wants_entries(job) else _BareAnswer
+        async with self._http.receive(replica, path, body, expected, job.scope, stream=stream, headers=headers) as answers:
             await answers.follow(take)
 
     async def abort(self, replica: Replica, job: Job) -> bool:
@@ -194,6 +197,11 @@ class _Logprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] | None = None
 
     @property
+    def values(self) -> list[float | None]:
+        """Of the sampled tokens. Raises EngineFailed unless all that is told of them has one length."""
+        return [entry.get("logprob") for entry in self.entries]
+
+    @property
     def entries(self) -> list[dict[str, Any]]:
         """In the chat shape."""
         if self.content is not None:
@@ -208,6 +216,20 @@ class _Logprobs(msgspec.Struct):
 def _entry(token: str, logprob: float | None, top: Mapping[str, float] | None) -> dict[str, Any]:
     tops = [{"token": name, "logprob": value} for name, value in (top or {}).items()]
     return {"token": token, "logprob": logprob, "top_logprobs": tops}
+
+
+class _BareEntry(msgspec.Struct, gc=False):
+    logprob: float | None = None
+
+
+class _BareLogprobs(_Logprobs):
+    """As much as a record needs."""
+
+    content: list[_BareEntry] | None = None  # type: ignore[assignment]
+
+    @property
+    def values(self) -> list[float | None]:
+        return super().values if self.content is None else [entry.logprob for entry in self.content]
 
 
 class _Choice(msgspec.Struct):
@@ -229,6 +251,19 @@ class _Answer(EngineAnswer):
     usage: Usage | None = None
     prompt_token_ids: msgspec.Raw = _NOTHING
     prompt_logprobs: PromptLogprobs | None = None
+
+
+class _BareChoice(_Choice):
+    logprobs: _BareLogprobs | None = None
+
+
+class _BareAnswer(_Answer):
+    choices: list[_BareChoice] = msgspec.field(default_factory=list)  # type: ignore[assignment]
+
+
+def _wants_entries(job: Job) -> bool:
+    """Whether more than the logprobs of sampled tokens is needed."""
+    return job.request.top_logprobs is not None or job.wanted.top_logprobs > 0
 
 
 class _ReplySoFar:
@@ -254,11 +289,13 @@ class _ReplySoFar:
 class _ChoiceSoFar:
     """One choice, put together from an answer or from the chunks of a stream."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, *, with_entries: bool) -> None:
         self.index = index
         self.heard = False
         self.token_ids: list[int] | None = None
+        self.logprobs: list[float | None] = []
         self.entries: list[dict[str, Any]] = []
+        self._with_entries = with_entries
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.routed_experts: str | None = None
@@ -274,8 +311,12 @@ class _ChoiceSoFar:
             if self.token_ids is None:
                 self.token_ids = []
             self.token_ids.extend(choice.token_ids)
-        entries = choice.logprobs.entries if choice.logprobs else []
-        self.entries.extend(entries)
+        entries: list[dict[str, Any]] = []
+        if choice.logprobs is not None:
+            self.logprobs += choice.logprobs.values
+            if self._with_entries:
+                entries = choice.logprobs.entries
+                self.entries += entries
         self.finish_reason = choice.finish_reason or self.finish_reason
         self.stop_reason = choice.stop_reason if choice.stop_reason is not None else self.stop_reason
         self.routed_experts = choice.routed_experts or self.routed_experts
@@ -313,7 +354,7 @@ def _build_sampled(job: Job, choice: _ChoiceSoFar, reply: _ReplySoFar, version: 
     return Sampled(
         index=choice.index,
         token_ids=choice.token_ids,
-        logprobs=[entry.get("logprob") for entry in choice.entries],
+        logprobs=choice.logprobs,
         spans=(Span(version, 0, count),) if version is not None and count else (),
         finish_reason=choice.finish_reason or "abort",
         stop_reason=choice.stop_reason,

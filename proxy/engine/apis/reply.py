@@ -239,9 +239,11 @@ class Assembly:
     def add(self, piece: Mapping[str, Any]) -> Delta:
         """Append a message or delta; returns it as the harness sees it."""
         content = piece.get("content") or ""
+        self._content.append(content)
+        if len(piece) == 1 and content:
+            return Delta(self.index, content)
         reasoning = piece.get("reasoning_content") or piece.get("reasoning") or ""
         calls = piece.get("tool_calls") or []
-        self._content.append(content)
         self._reasoning.append(reasoning)
         for position, call in enumerate(calls):
             self._add_call(call.get("index", position), call)

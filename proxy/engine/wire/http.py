@@ -54,6 +54,9 @@ class EventDecoder:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
+        if not self._rest and data.startswith(b"data:") and data.find(b"\n") == len(data) - 2 and data.endswith(b"\n\n"):
+            # One whole event, as an engine sends for every token.
+            return [data[5:].strip()]
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
