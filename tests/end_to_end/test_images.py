@@ -1,24 +1,30 @@
-"""Images on the token path of a real vLLM, in two families that expand them differently, recomputed by transformers with the pixels."""
+"""Images on the token path of a real vLLM, in two families that expand them differently: from a harness through engine, store and lease
+to a trainer, recomputed by transformers with the pixels, across a push in the middle of the session."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
-from examples.screen.tiny_vision_model import Family
+from examples.screen.tiny_vision_model import make_tiny_vision_model
 from reconstruct.media import Media
 from reconstruct.records import pack_ids
-from tests.support.engine.vllm_server import VisionEngine
-from tests.support.sessions.pictures import FAMILIES, Album, picture
+from tests.support.engine.vllm_server import IMAGES, VisionEngine, require_vllm, running_vllm
+from tests.support.service.redis_server import RedisServer
+from tests.support.service.running_service import RunningService, Session, streamed_text, wait_until
+from tests.support.service.verbatim_process import TRAINER
+from tests.support.sessions.pictures import FAMILIES, Album, digest_of, picture
 from tests.support.sessions.training_rows import spans, trajectory
+from trainer_client import TrainerClient
 from trainer_client.media import MediaFiles
-from trainer_client.recompute import load_model, recompute
+from trainer_client.recompute import compare, load_model, recompute
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -29,12 +35,19 @@ def data_url(data: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_engine_and_transformers_see_the_same_image(
-    vision_engine: Callable[[Family], VisionEngine], family: Family
-) -> None:
+@pytest.fixture(scope="module", params=FAMILIES)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VisionEngine]:
+    """Not the shared one: weights are pushed to it."""
+    require_vllm()
+    directory = tmp_path_factory.mktemp("vision")
+    model = make_tiny_vision_model(directory / "model", family=request.param)
+    with running_vllm(model, directory, *IMAGES) as server:
+        yield VisionEngine(request.param, model, server)
+
+
+def test_the_engine_and_transformers_see_the_same_image(engine: VisionEngine) -> None:
     """What all else rests on: the engine's processor and the trainer's make the same pixels, placeholders and positions."""
-    engine, album = vision_engine(family), Album()
+    album = Album()
     shown = [album.add(picture(1, 84, 140)), album.add(picture(2, 168, 56))]
     parts: list[dict[str, Any]] = [{"type": "text", "text": "What changed?"}]
     parts += [{"type": "image_url", "image_url": {"url": data_url(album.files[digest])}} for digest in shown]
@@ -64,3 +77,72 @@ def test_the_engine_and_transformers_see_the_same_image(
     other = replace(row, media=(replace(row.media[0], digest=album.add(picture(9, 84, 140))), row.media[1]))
     unlike = recompute(model, other, vision=vision, media=MediaFiles.of([other], album.fetch))
     assert np.abs(unlike - row.logprobs)[len(prompt) :].max() > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_session_that_sees_is_one_row_that_a_trainer_can_recompute(
+    engine: VisionEngine, redis_server: RedisServer, tmp_path: Path, stream: bool
+) -> None:
+    """Three turns: two images in one message; an image in a tool's result; the first one again, under pushed weights."""
+    redis_server.flushall()
+    first, second, third = (picture(seed, *size) for seed, size in ((1, (84, 140)), (2, (168, 56)), (3, (56, 56))))
+    models = [load_model(engine.model)[0], perturb(load_model(engine.model)[0])]
+    with RunningService(engine.url, redis_server.url) as service, TrainerClient(service.url, TRAINER) as trainer:
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "ready")
+        before = trainer.weights()["current"]["version"]
+        session = service.session(group_id="g", group_size=1)
+        messages: list[Any] = [{"role": "user", "content": [*shown(first), text("Look."), *shown(second)]}]
+        messages.append(answer(session, messages, stream))
+        call = {"id": "call_1", "type": "function", "function": {"name": "shoot", "arguments": "{}"}}
+        messages += [
+            {"role": "user", "content": "Take a screenshot."},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        messages.append({"role": "tool", "tool_call_id": "call_1", "content": [text("Done:"), *shown(third)]})
+        messages.append(answer(session, messages, stream))
+        trainer.publish(models[1].state_dict(), before + 1, directory=tmp_path)
+        messages.append({"role": "user", "content": [text("Like the first?"), *shown(first)]})
+        answer(session, messages, stream)
+        session.close(reward=1.0)
+        assert [each["api"] for each in session.calls] == ["token"] * 3
+        batch = trainer.lease(wait_seconds=60)
+        assert batch is not None
+        with batch:
+            (row,) = batch.rows
+            assert [item.digest for item in row.media] == [digest_of(each) for each in (first, second, third, first)]
+            assert len(batch.media) == 3 and batch.media[digest_of(third)] == third
+            vision = load_model(engine.model)[1]
+            assert {span.version for span in row.weight_versions} == {before, before + 1}
+            for version, model in zip((before, before + 1), models, strict=True):
+                found = compare(model, [row], version=version, vision=vision, media=batch.media)
+                assert found.tokens > 0 and found.largest < TOLERANCE, found
+            wrong = compare(models[0], [row], version=before + 1, vision=vision, media=batch.media)
+            assert wrong.largest > 10 * TOLERANCE
+        trainer.publish(load_model(engine.model)[0].state_dict(), before + 2, directory=tmp_path)
+
+
+def perturb(model: Any) -> Any:
+    """Every weight a little different, those of the vision tower too."""
+    import torch
+
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.02 * torch.randn_like(weight)
+    return model
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def shown(data: bytes) -> list[dict[str, Any]]:
+    return [{"type": "image_url", "image_url": {"url": data_url(data)}}]
+
+
+def answer(session: Session, messages: list[Any], stream: bool) -> dict[str, Any]:
+    """The assistant's message as a harness keeps it."""
+    fields: dict[str, Any] = {"max_tokens": 12, "extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+    if not stream:
+        return session.answer(messages, **fields)
+    return {"role": "assistant", "content": streamed_text(session.ask(messages, stream=True, **fields))[0]}

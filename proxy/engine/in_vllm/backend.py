@@ -33,7 +33,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import CopyCounter
+from vllm.model_executor.model_loader.reload.meta import CopyCounter, to_meta_tensor
 
 logger = init_logger("vllm.verbatim")
 
@@ -423,8 +423,10 @@ def _counting(loader: Callable[..., Any], name: str, covered: dict[str, int]) ->
         target, source = args[0], args[1] if len(args) > 1 else kwargs["loaded_weight"]
         if not _castable(source.dtype, target.dtype):
             raise BadCheckpoint(f"{source.dtype} cannot become {target.dtype}")
+        # vLLM never moves biases to the meta device.
+        stand_in = target if target.is_meta else to_meta_tensor(target)
         with CopyCounter() as counter:
-            result = loader(*args, **kwargs)
+            result = loader(stand_in, *args[1:], **kwargs)
         covered[name] += counter.copied_numel
         return result
 
