@@ -26,7 +26,7 @@ RELEASED := proxy,rollout,archive,otel
 # Tests start hundreds of interpreters; one that may not keep what it compiled compiles the whole project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-tasks learn study docs test test-programs mutants check install harnesses test-harnesses cost-baseline bench bench-quick bench-peers bench-tools dist client-wheel pins sbom audit clean
+.PHONY: help demo demo-tasks demo-screen learn study docs test test-programs mutants check install harnesses test-harnesses cost-baseline bench bench-quick bench-peers bench-tools dist client-wheel pins sbom audit clean
 .DEFAULT_GOAL := help
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo "make demo MODEL=M    the same with a Hugging Face model (a machine with a GPU)"
 	@echo "make demo ARGS=...   pass flags to the demo; ARGS=--help lists them"
 	@echo "make demo-tasks      the same loop through tasks: a trainer that submits them, agents in sandboxes; needs bubblewrap"
+	@echo "make demo-screen     the same loop with a model that sees: it learns to click what an image shows"
 	@echo "make learn           a real command-line agent learns in it, pi or with ARGS='--agent mini-swe-agent' that one; installs both"
 	@echo "make learn MODEL=smollm2  the same with a small pretrained model: an hour and more; it can be killed and resumed"
 	@echo "make study           three seeds of that and its two controls, one after the other: hours; repeat it to go on"
@@ -62,6 +63,9 @@ demo: $(INSTALLED)
 
 demo-tasks: $(INSTALLED)
 	$(BIN)/python -m examples.tasks_loop.loop $(ARGS)
+
+demo-screen: $(INSTALLED)
+	$(BIN)/python -m examples.screen.click $(ARGS)
 
 learn: $(INSTALLED) $(addprefix $(HARNESSES)/,npm/installed mini-swe-agent/installed)
 	$(BIN)/python -m examples.$(if $(MODEL),pretrained.run --model $(MODEL),learn.learn) $(ARGS)

@@ -45,15 +45,15 @@ class Difference:
         return Difference(tokens, worst.largest, mean, worst.trajectory_id, worst.position)
 
 
-def load_model(path: str | os.PathLike[str]) -> tuple[Any, Vision | None]:
-    """The checkpoint in float32, in evaluation mode, and for one that sees images what it takes to show them. Raises OSError or ValueError
-    for what transformers cannot load."""
+def load_model(path: str | os.PathLike[str], *, dtype: Any = "float32") -> tuple[Any, Vision | None]:
+    """The checkpoint in evaluation mode, and for one that sees images what it takes to show them. Raises OSError or ValueError for what
+    transformers cannot load."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = AutoConfig.from_pretrained(path)
     if getattr(config, "vision_config", None) is None:
-        return AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval(), None
-    return AutoModelForImageTextToText.from_pretrained(path, dtype="float32").eval(), Vision.load(path)
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval(), None
+    return AutoModelForImageTextToText.from_pretrained(path, dtype=dtype).eval(), Vision.load(path)
 
 
 def recompute(

@@ -13,12 +13,16 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import httpx
 from openai import AsyncOpenAI, OpenAIError
 
 from examples.demo.environment import TOOLS, Corridor, call_of, tool_message
+
+Attempt = Callable[[AsyncOpenAI, dict[str, Any]], Coroutine[Any, Any, dict[str, Any]]]
+"""The outcome of one job, by a client of its session."""
 
 
 async def attempt(client: AsyncOpenAI, job: dict[str, Any]) -> dict[str, Any]:
@@ -48,7 +52,8 @@ async def attempt(client: AsyncOpenAI, job: dict[str, Any]) -> dict[str, Any]:
     return outcome | {"opened": corridor.opened, "reward": corridor.reward}
 
 
-async def work() -> None:
+async def work(attempt: Attempt) -> None:
+    """Make an attempt at each job that is read, until there are no more."""
     lines = asyncio.StreamReader(limit=2**20)
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
@@ -57,17 +62,17 @@ async def work() -> None:
     running: set[asyncio.Task[None]] = set()
     async with pool:
         while line := await lines.readline():
-            task = asyncio.create_task(_work_on(json.loads(line), pool))
+            task = asyncio.create_task(_work_on(attempt, json.loads(line), pool))
             running.add(task)
             task.add_done_callback(running.discard)
         for task in running:
             task.cancel()
 
 
-async def _work_on(job: dict[str, Any], pool: httpx.AsyncClient) -> None:
+async def _work_on(attempt: Attempt, job: dict[str, Any], pool: httpx.AsyncClient) -> None:
     client = AsyncOpenAI(base_url=job["base_url"], api_key=job["api_key"], http_client=pool, max_retries=5)
     print(json.dumps(await attempt(client, job)), flush=True)
 
 
 if __name__ == "__main__":
-    asyncio.run(work())
+    asyncio.run(work(attempt))

@@ -108,6 +108,7 @@ def _judged(plan: Plan, loop: Loop, screen: Screen) -> Verdict:
             plan.model_dir,
             plan.weights_dir,
             dtype=torch.bfloat16 if plan.gpu else torch.float32,
+            images=loop.images,
             progress=_percent(phase),
         )
     return judge(

@@ -69,6 +69,11 @@ class Service:
             found, cursor = found + page[name], page["cursor"]
         return found
 
+    async def download(self, path: str) -> bytes:
+        """The bytes of GET `path`. Raises RuntimeError as `get` does."""
+        response = await self._http.get(path)
+        return response.content if response.is_success else bytes(_answer(response))
+
     async def aclose(self) -> None:
         await self._http.aclose()
 

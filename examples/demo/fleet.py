@@ -54,7 +54,7 @@ class Fleet:
 async def running(plan: Plan) -> AsyncIterator[Fleet]:
     """All of them, started at once: whoever is up first waits for the others. All have ended when the block has."""
     async with serving(plan) as served:
-        agent = Child("the agent", [sys.executable, "-m", "examples.demo.agent"], plan.log("agent"), piped=True)
+        agent = Child("the agent", [sys.executable, "-m", plan.agent], plan.log("agent"), piped=True)
         push = "--push" if plan.push else "--no-push"
         async with agent, trainer(plan, served, "examples.demo.trainer", push) as learning:
             yield Fleet(served, agent, learning)
@@ -100,7 +100,7 @@ def trainer(plan: Plan, served: Served, module: str, *more: str, env: Mapping[st
 def _vllm(plan: Plan, number: int, port: int) -> Child:
     # Half of a GPU is left to the trainer.
     on_gpu = ["--gpu-memory-utilization", f"{0.45 / plan.replicas:.2f}", "--dtype", "bfloat16"]
-    device, extra = ("gpu", on_gpu) if plan.gpu else ("cpu", [])
+    device, extra = ("gpu", [*on_gpu, *plan.engine_flags]) if plan.gpu else ("cpu", plan.engine_flags)
     argv, env = vllm_command(plan.model_dir, port, max_model_len=2048, device=device, extra=extra)
     if plan.replicas > 1 and not plan.gpu:
         # Left to itself each of them binds its threads to the same first cores.

@@ -11,8 +11,8 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from examples.demo.driver import Agent, Driver, Outcome, Service
@@ -25,17 +25,21 @@ from examples.demo.screen import Screen
 from examples.demo.trainer_log import TrainerLog
 from examples.demo.verdict import SessionFacts
 
+DrawTasks = Callable[[random.Random], Iterator[tuple[str, ...]]]
+"""Draws tasks without end."""
 AHEAD = 1
 """Rounds that may be sampled ahead of the trainer: with one, sampling and training overlap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """What the loop leaves behind: the agent's outcomes, the sessions as the service has them, the trainer's line per step."""
+    """What the loop leaves behind: the agent's outcomes, the sessions as the service has them, the trainer's line per step, and the images
+    of the sessions by their digests."""
 
     outcomes: Sequence[Outcome]
     sessions: Sequence[SessionFacts]
     steps: Sequence[dict[str, Any]]
+    images: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def rewards(self) -> list[list[float]]:
@@ -44,19 +48,20 @@ class Loop:
         return [[earned[session_id] for session_id in step["session_ids"]] for step in self.steps]
 
 
-async def closed_loop(plan: Plan, screen: Screen) -> Loop:
+async def closed_loop(plan: Plan, screen: Screen, draw_tasks: DrawTasks = corridors) -> Loop:
     """Start everything, run the loop to its end, collect what was recorded. Raises ChildDied when a process does not last."""
     async with running(plan) as fleet:
         service, agent = Service(fleet.served.url, fleet.served.admin_token), Agent(fleet.agent)
+        driver = Driver(service, agent, draw_tasks(random.Random(plan.seed)), plan.job, plan.groups, plan.rollouts)
         watchers = [child.finished() for child in fleet.children]
         async with contextlib.aclosing(service):
-            return await unless_one_ends(_run(plan, screen, fleet, service, agent), agent.read_outcomes(), *watchers)
+            return await unless_one_ends(_run(plan, screen, fleet, driver), agent.read_outcomes(), *watchers)
 
 
-async def _run(plan: Plan, screen: Screen, fleet: Fleet, service: Service, agent: Agent) -> Loop:
+async def _run(plan: Plan, screen: Screen, fleet: Fleet, driver: Driver) -> Loop:
+    service = driver.service
     with screen.phase("vLLM, the service, the agent and the trainer start"):
         await service.wait_until_ready(plan.replicas)
-    driver = Driver(service, agent, corridors(random.Random(plan.seed)), plan.job, plan.groups, plan.rollouts)
     trained = TrainerLog(plan.trainer_log, screen)
     with screen.phase("sample, learn, push the weights, again"):
         async with trained.watched():
@@ -69,7 +74,15 @@ async def _run(plan: Plan, screen: Screen, fleet: Fleet, service: Service, agent
     with screen.phase("collect what was recorded"):
         taken = {session_id for step in steps for session_id in step["session_ids"]}
         sessions = await facts_of(service, [outcome["job_id"] for outcome in outcomes], taken)
-    return Loop(outcomes, sessions, steps)
+        images = await images_of(service, sessions)
+    return Loop(outcomes, sessions, steps, images)
+
+
+async def images_of(service: Service, sessions: Sequence[SessionFacts]) -> dict[str, bytes]:
+    """Each image of the sessions' rows once."""
+    rows = [row for session in sessions for row in session.trajectories]
+    owners = {item["digest"]: row["session_id"] for row in rows for item in row["media"]}
+    return {digest: await service.download(f"/sessions/{owner}/media/{digest}") for digest, owner in owners.items()}
 
 
 async def _in_rounds(plan: Plan, driver: Driver, trained: TrainerLog, screen: Screen) -> list[Outcome]:

@@ -22,7 +22,8 @@ class Plan:
     """One run. `model` None: a tiny model is made and warmed up; otherwise a path or a Hugging Face name. `asynchronous`: the
     agents go on while the trainer trains, otherwise they work in rounds. `max_staleness`: versions that a group may lie behind
     when it is trained on. `shuffled`: each rollout is trained on with the reward of another of its group. `ends`: how many steps at the
-    start and at the end are averaged to tell the rise. `flat`: by how much the reward may change with a control."""
+    start and at the end are averaged to tell the rise. `flat`: by how much the reward may change with a control. `agent`: the module of the
+    agent's process. `engine_flags`: more of them for vLLM."""
 
     model: str | None
     out: Path
@@ -39,6 +40,8 @@ class Plan:
     shuffled: bool = False
     ends: tuple[int, int] = (4, 4)
     flat: float = 0.12
+    agent: str = "examples.demo.agent"
+    engine_flags: tuple[str, ...] = ()
     gpu: bool = field(default_factory=_gpu_answers)
 
     @property

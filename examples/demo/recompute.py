@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+
+from trainer_client.batch import Batch
+from trainer_client.media import MediaFiles
+from trainer_client.recompute import load_model
+from trainer_client.vision import Vision
+from trainer_client.wire import Group, decode_trajectory
 
 Row = Mapping[str, Any]
 
@@ -20,10 +25,12 @@ def largest_difference(
     weights_dir: Path,
     *,
     dtype: torch.dtype,
+    images: Mapping[str, bytes] | None = None,
     batch: int = 32,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> tuple[float, int]:
-    """The largest |stored - recomputed| over all tokens of `rows` with mask 1, and how many tokens that were.
+    """The largest |stored - recomputed| over all tokens of `rows` with mask 1, and how many tokens that were. `images`: those of the rows,
+    by digest.
 
     Version 0 is `model_dir` itself, version n is `weights_dir`/version-n. A row sampled across an update is computed
     once under each of its versions, each time with its whole context.
@@ -32,14 +39,16 @@ def largest_difference(
     work = sum(len(chosen) for chosen in by_version.values())
     largest, tokens, done = torch.zeros(()), 0, 0
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).to(device)
+    model, vision = load_model(model_dir, dtype=dtype)
+    model.to(device)
     for version, chosen in sorted(by_version.items()):
         if version > 0:
             model.load_state_dict(load_checkpoint(weights_dir / f"version-{version}"))
         chosen.sort(key=lambda row: len(row["token_ids"]))
         for start in range(0, len(chosen), batch):
             part = chosen[start : start + batch]
-            differences = _differences(model, part, version)
+            seen = {} if vision is None else _look(vision, images or {}, part)
+            differences = _differences(model, part, version, seen)
             # torch's maximum, unlike Python's, keeps a NaN: what is no number must not pass as a small one.
             largest = torch.cat([largest[None], differences]).max()
             tokens += len(differences)
@@ -62,8 +71,18 @@ def load_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
+def _look(vision: Vision, images: Mapping[str, bytes], rows: Sequence[Row]) -> Mapping[str, torch.Tensor]:
+    """What the model is given besides the ids of `rows`, laid out as `_differences` does."""
+    decoded = [decode_trajectory(row) for row in rows]
+    media = MediaFiles.of(decoded, lambda _, digest: images[digest])
+    seen: Mapping[str, torch.Tensor] = (
+        Batch([Group("", tuple(decoded))], 0, media=media).padded(framework="torch", vision=vision).vision_inputs
+    )
+    return seen
+
+
 @torch.no_grad()
-def _differences(model: Any, rows: Sequence[Row], version: int) -> torch.Tensor:
+def _differences(model: Any, rows: Sequence[Row], version: int, seen: Mapping[str, torch.Tensor]) -> torch.Tensor:
     width = max(len(row["token_ids"]) for row in rows)
     token_ids = torch.zeros(len(rows), width, dtype=torch.int64)
     stored = torch.zeros(len(rows), width)
@@ -76,6 +95,7 @@ def _differences(model: Any, rows: Sequence[Row], version: int) -> torch.Tensor:
         wanted[line, : len(row["loss_mask"])] &= torch.tensor(row["loss_mask"], dtype=torch.bool)
     # Rows are padded at the end, where causal attention keeps the padding out of every token before it.
     token_ids, mask = token_ids.to(model.device), wanted[:, 1:].to(model.device)
-    logprobs = model(token_ids).logits[:, :-1][mask].float().log_softmax(-1)
+    inputs = {name: tensor.to(model.device) for name, tensor in seen.items()}
+    logprobs = model(token_ids, **inputs).logits[:, :-1][mask].float().log_softmax(-1)
     recomputed = logprobs.gather(-1, token_ids[:, 1:][mask][:, None])[:, 0]
     return (recomputed.cpu() - stored[:, 1:][wanted[:, 1:]]).abs()

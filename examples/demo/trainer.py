@@ -24,11 +24,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM
 
 from trainer_client.advantages import Estimator, grpo
 from trainer_client.batch import Batch
 from trainer_client.client import TrainerClient
+from trainer_client.recompute import load_model
+from trainer_client.vision import Vision
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,8 @@ class Learner:
         torch.manual_seed(seed)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         # Float32 weights also where the engine serves bfloat16: steps this small would be rounded away.
-        self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).to(self._device)
+        model, self._vision = load_model(model_dir)
+        self._model = model.to(self._device)
         self._recipe = recipe
         self._estimator = estimator
         parameters = self._model.parameters()
@@ -96,7 +98,7 @@ class Learner:
     def learn(self, batch: Batch) -> dict[str, Any]:
         """Train on `batch`; what there is to report."""
         started = time.monotonic()
-        line = one_step(self._model, self._optimizer, batch, self._recipe, self._estimator)
+        line = one_step(self._model, self._optimizer, batch, self._recipe, self._estimator, self._vision)
         return line | {"train_seconds": time.monotonic() - started}
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -128,15 +130,21 @@ def leased(
 
 
 def one_step(
-    model: Any, optimizer: torch.optim.Optimizer, batch: Batch, recipe: Recipe, estimator: Estimator = grpo
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    recipe: Recipe,
+    estimator: Estimator = grpo,
+    vision: Vision | None = None,
 ) -> dict[str, Any]:
-    """Train on `batch`; what there is to report. One baseline per group, in which each rollout counts once."""
+    """Train on `batch`; what there is to report. One baseline per group, in which each rollout counts once. `vision`: of a model that sees
+    the images of rows."""
     advantages = batch.advantages(estimator)
     budget = max(recipe.token_budget, *(len(row.token_ids) for row in batch.rows))
     sums = {"loss": 0.0, "clipped": 0.0, "off_policy": 0.0}
     tokens = 0
     for rows in (part for _ in range(recipe.epochs) for part in torch.randperm(len(batch)).chunk(recipe.minibatches)):
-        trees = batch.tree(budget, rows=rows.tolist(), advantages=advantages, framework="torch")
+        trees = batch.tree(budget, rows=rows.tolist(), advantages=advantages, framework="torch", vision=vision)
         sampled = sum(len(tree.trained_index) for tree in trees)
         if not sampled:
             continue
@@ -170,8 +178,9 @@ def predict(model: Any, tree: Any) -> tuple[torch.Tensor, torch.Tensor]:
     logits = model(
         tree.token_ids[None],
         attention_mask=tree.attention_mask(model.dtype),
-        position_ids=tree.position_ids[None],
+        position_ids=tree.position_ids[None] if tree.rope_position_ids is None else tree.rope_position_ids[:, None],
         logits_to_keep=sources,
+        **tree.vision_inputs,
     ).logits[0]
     return logits.float().log_softmax(-1), place
 
