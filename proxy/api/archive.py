@@ -13,7 +13,6 @@ import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
 
 from proxy.api.closing import CLOSED, fill_group, load_session
-from proxy.api.media import restore_media
 from proxy.api.requests import (
     MSGPACK,
     Body,
@@ -104,7 +103,7 @@ async def import_records(request: Request, services: Served, session_id: Session
     _check(part, state, session_id)
     await services.archive.restore(state.info, part.start, part.records)
     if part.media:
-        await restore_media(services, state, part.media)
+        await services.media.restore(session_id, state.info.created_at, part.media)
     if not part.last:
         return json_response({"session_id": session_id, "outcome": "part", "group": None})
     if part.deliver:

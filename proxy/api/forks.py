@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 
 from proxy.api import closing
-from proxy.api.media import restore_media
 from proxy.archive.folder import MANIFEST, ArchiveReader
 from proxy.archive.tables import ArchivedSession
 from proxy.call.recording import RecordedRequest, Recording
@@ -140,7 +139,7 @@ async def _restore(services: Services, session_id: str, fork_id: str, read_state
     now = await services.clock.now()
     await services.archive.restore(state.info, 0, found.records)
     if found.media:
-        await restore_media(services, state, found.media)
+        await services.media.restore(session_id, state.info.created_at, found.media)
     await services.sessions.pin(fork_id, Fork(session_id, state.info.created_at, state.calls), now)
     await services.archive.finish(state, found.delivered, intents, now, found.log)
     return await closing.load_session(services, session_id)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Response
 
 from proxy.api.requests import Served, SessionId, require_trainer
-from proxy.errors import NotFound, RequestError
+from proxy.errors import NotFound
 from proxy.images import FORMATS, media_type
 from proxy.services import Services
-from proxy.store.states import Fork, SessionInfo, SessionState
+from proxy.store.states import Fork, SessionInfo
 
 router = APIRouter(prefix="/sessions/{session_id}/media", tags=["sessions"], default_response_class=Response)
 
@@ -48,17 +46,6 @@ async def load_image(services: Services, info: SessionInfo, digest: str) -> byte
     if data is None:
         raise NotFound(f"session {info.session_id} has no image {digest}")
     return data
-
-
-async def restore_media(services: Services, state: SessionState, media: Mapping[str, bytes]) -> None:
-    """Give a session that is being restored its images. Raises RequestError for one that is not what its digest says."""
-    for digest, data in media.items():
-        if hashlib.sha256(data).hexdigest() != digest:
-            raise RequestError(f"the image {digest} of session {state.info.session_id} has another digest", param="media")
-    found = await services.sessions.load(state.info.session_id)
-    # One that exists is left alone.
-    if found is not None and found.status == "restoring":
-        await services.media.keep(state.info.session_id, state.info.created_at, media)
 
 
 def image_response(data: bytes) -> Response:

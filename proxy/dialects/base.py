@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from proxy.errors import VerbatimError
-from proxy.images import data_url, write_images
 from reconstruct.messages import Digests
 from reconstruct.records import Call
 
@@ -238,7 +237,8 @@ class Request:
     """The digests of the history's images, in order."""
     image_bytes: Mapping[str, bytes] = field(default_factory=dict)
     """Their bytes, once the call is about to be planned."""
-    _urls: dict[str, str] | None = field(default=None, init=False, repr=False, compare=False)
+    image_urls: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """Their data URLs, once an engine has been sent them."""
     _messages: list[dict[str, Any]] | None = field(default=None, init=False, repr=False, compare=False)
     _schemas: dict[str, Any] | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -248,17 +248,6 @@ class Request:
         if self._messages is None:
             self._messages = [seen.message for seen in self.history]
         return self._messages
-
-    def write_messages(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """Messages of the history as OpenAI's API takes them: with the bytes of their images."""
-        return write_images(messages, self.image_urls) if self.images else messages
-
-    @property
-    def image_urls(self) -> Mapping[str, str]:
-        """The data URL of each image, by digest."""
-        if self._urls is None:
-            self._urls = {digest: data_url(data) for digest, data in self.image_bytes.items()}
-        return self._urls
 
     @property
     def schemas(self) -> dict[str, Any]:

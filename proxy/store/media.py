@@ -8,9 +8,11 @@ last. So whatever process dies in between, no record refers to bytes that are go
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
-from proxy.errors import Conflict
+from proxy.errors import Conflict, RequestError
 from proxy.store import keys
 from proxy.store.connection import Argument, Script, StoreConnection
 from proxy.store.keys import parse_hash
@@ -41,6 +43,15 @@ class MediaStore:
         # The bytes are sent only where no session has them.
         if not await self._redis.run(script, parts, (name, b""), durable=True, patient=True):
             await self._redis.run(script, parts, (name, data), durable=True, patient=True)
+
+    async def restore(self, session_id: str, created_at: float, images: Mapping[str, bytes]) -> None:
+        """Give a session that is being restored its images; one that exists is left alone. Raises RequestError for an image that is not
+        what its digest says."""
+        for digest, data in images.items():
+            if hashlib.sha256(data).hexdigest() != digest:
+                raise RequestError(f"the image {digest} of session {session_id} has another digest", param="media")
+        with contextlib.suppress(Conflict):
+            await self.keep(session_id, created_at, images)
 
     async def load(self, digests: Iterable[str]) -> dict[str, bytes]:
         """The bytes of those that the store has."""

@@ -26,6 +26,7 @@ from proxy.engine.replica import Replica
 from proxy.engine.weights.vllm import Claim, WeightApi
 from proxy.engine.wire.http import EngineHttp
 from proxy.errors import EngineUnavailable, VerbatimError
+from proxy.images import data_url, write_images
 from proxy.timeline import CancelScope
 from reconstruct.media import Ranges
 from reconstruct.prompt import Parent, Prompt, Rendering
@@ -235,6 +236,18 @@ class EngineKinds:
         raise EngineUnavailable("it is of no known kind")
 
 
+def write_messages(request: Request, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Messages of the request's history as OpenAI's API takes them: with the bytes of their images."""
+    return write_images(messages, find_image_urls(request)) if request.images else messages
+
+
+def find_image_urls(request: Request) -> Mapping[str, str]:
+    """The data URL of each image, by digest."""
+    if not request.image_urls:
+        request.image_urls = {digest: data_url(data) for digest, data in request.image_bytes.items()}
+    return request.image_urls
+
+
 def chat_body(
     request: Request, sampling: Mapping[str, Any], messages: Sequence[Mapping[str, Any]] | None = None
 ) -> dict[str, Any]:
@@ -243,7 +256,7 @@ def chat_body(
     if request.prompt is not None:
         body["prompt"] = request.prompt
     else:
-        body["messages"] = request.write_messages(request.messages) if messages is None else messages
+        body["messages"] = write_messages(request, request.messages) if messages is None else messages
     if request.tools:
         body["tools"] = request.tools
     if request.template_kwargs:

@@ -16,7 +16,7 @@ import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
 from proxy.engine.apis import vllm_plugin
-from proxy.engine.apis.base import Emit, EngineKind, IdText, Job, chat_body
+from proxy.engine.apis.base import Emit, EngineKind, IdText, Job, chat_body, write_messages
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.renderer import SEED_IDS, Rendered, Tokenizer
 from proxy.engine.apis.reply import Outcome, PromptLogprobs, Reading, Sampled, choice_at, is_visible
@@ -62,7 +62,7 @@ class VllmTokens(EngineKind):
         return f"it has no {missing[0]}; start vLLM with --enable-scale-out, or use the chat API" if missing else None
 
     async def render(self, replica: Replica, request: Request, rendering: Rendering, id_text: IdText) -> Rendered:
-        body = chat_body(request, {}, request.write_messages(rendering.messages))
+        body = chat_body(request, {}, write_messages(request, rendering.messages))
         body.pop("n", None)
         if request.images:
             # Without what the processor makes of them: the engine is given the images again.

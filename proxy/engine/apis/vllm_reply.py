@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from proxy.dialects.base import Delta
-from proxy.engine.apis.base import Job, chat_body
+from proxy.engine.apis.base import Job, chat_body, find_image_urls
 from proxy.engine.apis.reply import (
     CertainText,
     GeneratedChoice,
@@ -162,7 +162,7 @@ def _image_fields(job: Job) -> dict[str, Any]:
     ids = collapse(job.prompt_ids, job.media)
     if ids is None:
         raise RequestError(PLACEHOLDER_IN_TEXT, param="messages")
-    urls = job.request.image_urls
+    urls = find_image_urls(job.request)
     parts = [{"type": "image_url", "url": urls[digest]} for digest in job.request.images]
     return {"token_ids": ids.tolist(), "content_parts": parts, "return_token_ids": True}
 
