@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from cli.audit import recompute_logprobs
+from cli.refusal import Refusal
+from examples.demo.tiny_model import make_tiny_model
+from reconstruct.records import pack_logprobs
 from tests.support.sessions.pictures import COUNTS, SIZES, Album, Sighted, picture, seen_row, three_rows
 from trainer_client.errors import RowTooLong, UnseenImages, VisionMismatch
 from trainer_client.recompute import recompute
@@ -179,3 +185,14 @@ def test_other_pictures_change_what_the_model_says(sighted: Sighted) -> None:
     swapped = dict(zip(sighted.digests, (others.add(picture(50 + at, *size)) for at, size in enumerate(SIZES)), strict=True))
     batch.media._bytes |= {digest: others.files[swapped[digest]] for digest in sighted.digests}
     assert np.abs(sighted.alone(batch, batch.rows[0]) - seen).max() > 100 * TOLERANCE
+
+
+def test_an_audit_recomputes_rows_with_their_pixels(sighted: Sighted, tmp_path: Path) -> None:
+    batch = three_rows(sighted)
+    rows = [replace(row, logprobs=pack_logprobs(sighted.alone(batch, row) * row.loss_mask)) for row in batch.rows]
+    for trees in (False, True):
+        (found,) = recompute_logprobs(rows, [str(sighted.folder)], media=batch.media, trees=trees).values()
+        assert found.tokens == sum(int(row.loss_mask.sum()) for row in rows) and found.largest < TOLERANCE
+    blind = make_tiny_model(tmp_path, layers=1, hidden_size=64)
+    with pytest.raises(Refusal, match="is a model that sees none"):
+        recompute_logprobs(rows, [str(blind)], media=batch.media)
