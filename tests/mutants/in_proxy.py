@@ -56,8 +56,8 @@ FAULTS = (
     # What is asked of the engine
     Fault(
         "What was sampled is encoded anew for the next turn: the model goes on from ids it never said.",
-        "    return Prompt(np.concatenate((parent.ids, outcome.ids)), None, rendering, close, continues), whole\n",
-        "    return Prompt(rendering, None, rendering, close, continues), whole\n",
+        "    ids, media = np.concatenate((parent.ids, outcome.ids)), media_of(whole)\n",
+        "    ids, media = rendering, media_of(whole)\n",
         _FLOW + "'split_the_tokenizer or turn_two'",
     ),
     Fault(
@@ -98,8 +98,8 @@ FAULTS = (
     ),
     Fault(
         "A prompt that shares only a part of its parent's ids is put behind all of them.",
-        "    return Place(parent_id, reason, base if shared else None, shared, prompt_ids[shared:])\n",
-        "    return Place(parent_id, reason, base if shared else None, shared, prompt_ids[shared + 1 :])\n",
+        "    return Place(parent_id, reason, base if shared else None, shared, prompt_ids[shared:], own)\n",
+        "    return Place(parent_id, reason, base if shared else None, shared, prompt_ids[shared + 1 :], own)\n",
         _FLOW + "'turn_two or interleaved'",
     ),
     Fault(
