@@ -56,6 +56,9 @@ class Cli:
     """Roles of the calls beside the main ones in a plain run."""
     side: Mapping[str, str] = field(default_factory=dict)
     """Pattern of a side call's prompt -> what the model says to it."""
+    fork_policy: str | None = "strict"
+    """The echo policy of a fork that replays its plain run: minted where a user's message or tool results hold what differs between
+    two runs. None: its requests depend on how long the run takes."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Given to it beside what its definition says; they may hold the placeholders of base URLs."""
 

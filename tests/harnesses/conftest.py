@@ -21,13 +21,21 @@ from tests.harnesses.stage import Stage  # noqa: E402
 __all__ = ["failing_stage", "pytest_terminal_summary", "raw_stage", "stage"]
 
 WINDOW = 131_072
+VOLATILE_LINES = [
+    r"^x-anthropic-billing-header:.*$",
+    r"[Cc]urrent date|Today's date|<current_date(time)?>",
+    r"^(Session folder|Message time): ",
+]
+"""What agents tell their models that differs between two runs: docs/forks.md."""
 
 
 @contextmanager
 def _stage(family: str, redis_url: str, tmp: pytest.TempPathFactory, keepalive_seconds: float) -> Iterator[Stage]:
     with (
         ScriptedEngine(family, max_model_len=WINDOW) as engine,
-        RunningService(engine.url, redis_url, engine_api="token", keepalive_seconds=keepalive_seconds) as service,
+        RunningService(
+            engine.url, redis_url, engine_api="token", keepalive_seconds=keepalive_seconds, volatile_lines=VOLATILE_LINES
+        ) as service,
     ):
         yield Stage(engine, service, tmp.mktemp(family))
 

@@ -118,6 +118,23 @@ def test_replies_are_streamed_where_the_agent_asks_for_it(plain: Played) -> None
     assert {generation.stream for generation in plain.generations} == {plain.cli.streams}
 
 
+def test_a_fork_replays_the_run_as_far_as_its_last_call(plain: Played, stage: Stage) -> None:
+    """The agent runs again in a fresh folder, and so do its tools; of all its requests the engine gets the last one."""
+    if plain.cli.fork_policy is None:
+        return
+    forked = stage.fork(plain, plain.cli.steps(plain.workdir)[-1:], "plain")
+    assert forked.ended.exit_code == 0, str(forked.ended)
+    last = plain.main_calls[-1]
+    *replayed, pivot = forked.calls
+    assert [call["call_id"] for call in replayed] == [call["call_id"] for call in plain.calls if call is not last]
+    assert {call["session_id"] for call in replayed} == {plain.session_id}
+    assert (pivot["replay"], len(forked.generations)) == ("pivot", 1)
+    assert forked.text_of("number.py") == plain.text_of("number.py") == "value = 42\n"
+    assert forked.accounting["sampled_tokens"] == forked.accounting["exported_tokens"] == len(pivot["completion_ids"])
+    if plain.cli.fork_policy == "strict":
+        assert pivot["prompt_ids"] == last["prompt_ids"]
+
+
 def test_calls_that_fail_are_made_again_and_go_on_from_the_same_turn(cli: Cli, failing_stage: Stage) -> None:
     """One run with two failures: the engine hangs up on one call and answers another with 500."""
     steps = list(cli.steps(failing_stage.workdir(cli, "failed")))

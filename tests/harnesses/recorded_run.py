@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,6 +40,11 @@ class RecordedRun:
     @classmethod
     def of(cls, harness: str) -> Self:
         return cls(**json.loads((FOLDER / f"{harness}.json").read_text(encoding="utf-8")))
+
+    def on_another_day(self) -> Self:
+        """The same requests with other dates."""
+        turns = re.sub(r"2026-\d\d-\d\dT\d\d", "2027-01-01T01", json.dumps(self.turns))
+        return replace(self, turns=json.loads(turns))
 
     def send(self, base_url: str, api_key: str) -> None:
         """All requests to a session, one when the reply to the other has ended, with the ids that the replies had."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -15,7 +16,7 @@ FILES = {
 
 
 def make_repository(folder: Path) -> Path:
-    """A git repository with one commit of FILES."""
+    """A git repository with one commit of FILES, whose name is the same in every folder: agents tell it to their models."""
     folder.mkdir(parents=True)
     for name, text in FILES.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -28,4 +29,6 @@ def make_repository(folder: Path) -> Path:
 
 
 def _git(folder: Path, *words: str) -> None:
-    subprocess.run(["git", "-C", str(folder), *words], check=True, capture_output=True, timeout=30)
+    dates = dict.fromkeys(("GIT_AUTHOR_DATE", "GIT_COMMITTER_DATE"), "2026-01-01T00:00:00Z")
+    env = {**os.environ, **dates}
+    subprocess.run(["git", "-C", str(folder), *words], check=True, capture_output=True, timeout=30, env=env)

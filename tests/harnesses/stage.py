@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -30,6 +31,7 @@ class Played:
     """What is known after one run: of the agent, of the engine, and of the service's records."""
 
     cli: Cli
+    session_id: str
     ended: Ended
     workdir: Path
     player: Player
@@ -111,16 +113,19 @@ class Stage:
         prepare: Callable[[Path], object] = lambda workdir: None,
         break_at: bytes = b"",
         budget: Mapping[str, int] = MappingProxyType({}),
+        replay: Mapping[str, Any] | None = None,
+        echo_policy: str | None = None,
         timeout_seconds: float = 240.0,
     ) -> Played:
         """One run of the agent while the engine samples `acts`, and `helper` for what does not speak of the task. `prepare` is done
         to the repository first, `at_home` to the agent's home; its connection breaks where an answer first says `break_at`.
-        `budget` is the session's."""
+        `budget`, `replay` and `echo_policy` are the session's."""
         workdir = make_repository(self.workdir(cli, name))
         prepare(workdir)
         player = Player(self.family, acts, cli.side, task=prompt, helper=helper)
         self._engine.reset().script = player
-        session = self._service.session(role_rules=[encode_rule(rule) for rule in load(cli.harness).roles], **budget)
+        roles = [encode_rule(rule) for rule in load(cli.harness).roles]
+        session = self._service.session(role_rules=roles, replay=replay, echo_policy=echo_policy, **budget)
         address = session.base_url.removesuffix("/v1")
         with ExitStack() as stack:
             outside, unknown = stack.enter_context(Outside()), stack.enter_context(Unknown())
@@ -131,11 +136,27 @@ class Stage:
             ended = run(cli, address, session.api_key, prompt, workdir, variables, **options)
         return self._played(session, cli, ended, workdir, player, outside.asked, unknown.said, wire is not None and wire.broke)
 
-    def replay(self, cli: Cli, recorded: RecordedRun) -> Played:
-        """The agent's recorded run, while the engine samples what it did then: there are no files, and no agent that could fail."""
+    def fork(self, origin: Played, acts: Sequence[Act], name: str) -> Played:
+        """The run of that name once more, in a fresh folder of the same path: its calls are replayed but for the last main one, for which
+        the engine samples `acts`. A request that was not recorded is refused."""
+        pivot = origin.main_calls[-1]["call_id"]
+        replay = {"session_id": origin.session_id, "until": pivot, "on_divergence": "fail"}
+        folder = origin.workdir.parent
+        aside = folder.rename(folder.with_name(f"{folder.name}-origin"))
+        try:
+            played = self.play(origin.cli, acts, name, replay=replay, echo_policy=origin.cli.fork_policy)
+        finally:
+            forked = folder.rename(folder.with_name(f"{folder.name}-fork"))
+            aside.rename(folder)
+        return dataclasses.replace(played, workdir=forked / origin.workdir.name)
+
+    def replay(self, cli: Cli, recorded: RecordedRun, origin: Played | None = None) -> Played:
+        """The agent's recorded run, while the engine samples what it did then: there are no files, and no agent that could fail. With an
+        `origin` it is a fork that replays all of that one."""
         player = Player(self.family, cli.steps(WORKDIR))
         self._engine.reset().script = player
-        session = self._service.session()
+        forked = {"session_id": origin.session_id, "on_divergence": "fail"} if origin is not None else None
+        session = self._service.session(replay=forked, echo_policy=cli.fork_policy if forked else None)
         with Unknown() as unknown:
             recorded.send(session.base_url, session.api_key)
         return self._played(session, cli, Ended(0, "", "", 0.0), WORKDIR, player, [], unknown.said, False)
@@ -144,4 +165,5 @@ class Stage:
         # An agent that gives up a call is gone before the call has ended.
         wait_until(lambda: all(call["status"] != "dangling" for call in session.calls), 60, "every call has ended")
         rows, accounting = session.trajectories()
-        return Played(cli, ended, workdir, player, list(self._engine.generations), session.calls, rows, accounting, *seen)
+        heard = player, list(self._engine.generations), session.calls, rows, accounting
+        return Played(cli, session.session_id, ended, workdir, *heard, *seen)

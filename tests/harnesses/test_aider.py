@@ -16,6 +16,7 @@ from tests.harnesses.every_harness import (
     cli,
     plain,
     test_a_connection_that_breaks_within_a_reply_loses_nothing,
+    test_a_fork_replays_the_run_as_far_as_its_last_call,
     test_a_reply_whose_engine_breaks_off_in_the_middle_is_kept_as_far_as_it_came,
     test_a_slow_first_token_is_waited_for,
     test_calls_that_fail_are_made_again_and_go_on_from_the_same_turn,
@@ -34,6 +35,7 @@ from tests.harnesses.stage import Stage
 __all__ = [
     "cli",
     "plain",
+    "test_a_fork_replays_the_run_as_far_as_its_last_call",
     "test_a_connection_that_breaks_within_a_reply_loses_nothing",
     "test_a_reply_whose_engine_breaks_off_in_the_middle_is_kept_as_far_as_it_came",
     "test_a_slow_first_token_is_waited_for",

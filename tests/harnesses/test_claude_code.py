@@ -25,6 +25,8 @@ CLI = Cli(
     tools=TOOLS,
     # The cut text comes back in a wrapper of the agent's own.
     malformed=(None, None, None, None, None),
+    # The date is in the user's first message.
+    fork_policy="minted",
 )
 
 LONG = ("long-1.txt", "long-2.txt")

@@ -21,4 +21,6 @@ CLI = Cli(
     tools=TOOLS,
     # The cut text comes back in the wrapper that it was sent in.
     malformed=(None, None, None, None, None),
+    # A command's result names its process group.
+    fork_policy="minted",
 )

@@ -10,6 +10,7 @@ import pytest
 from tests.harnesses.agent_run import Cli, Tools, with_tools
 from tests.harnesses.every_harness import (
     plain,
+    test_a_fork_replays_the_run_as_far_as_its_last_call,
     test_a_slow_first_token_is_waited_for,
     test_each_turn_is_sampled_after_the_very_ids_of_the_turn_before,
     test_every_call_of_the_engine_is_recorded_once,
@@ -25,6 +26,7 @@ from tests.harnesses.stage import Played
 
 __all__ = [
     "plain",
+    "test_a_fork_replays_the_run_as_far_as_its_last_call",
     "test_a_slow_first_token_is_waited_for",
     "test_each_turn_is_sampled_after_the_very_ids_of_the_turn_before",
     "test_every_call_of_the_engine_is_recorded_once",
@@ -71,22 +73,33 @@ COMPLETE = Step("Done: the value is 42.", "All of it is done.", [("complete", {}
 AGENTS = [
     Cli("cline", "chat", with_tools(CLINE), change_at=2, tools=CLINE),
     Cli("continue", "chat", with_tools(CONTINUE), change_at=2, tools=CONTINUE),
-    Cli("copilot-cli", "chat", with_tools(COPILOT), change_at=2, tools=COPILOT),
+    # Each message of the user has the time.
+    Cli("copilot-cli", "chat", with_tools(COPILOT), change_at=2, tools=COPILOT, fork_policy="minted"),
     Cli(
         *("copilot-cli", "responses", with_tools(COPILOT)),
         change_at=2,
         tools=COPILOT,
+        fork_policy="minted",
         variables={"COPILOT_PROVIDER_WIRE_API": "responses"},
     ),
     Cli(
         *("copilot-cli", "messages", with_tools(COPILOT)),
         change_at=2,
         tools=COPILOT,
+        fork_policy="minted",
         variables={"COPILOT_PROVIDER_TYPE": "anthropic", "COPILOT_PROVIDER_BASE_URL": "{anthropic}"},
     ),
-    Cli("droid", "chat", with_tools(DROID), change_at=2, tools=DROID),
-    # It writes the reasoning before a tool call into the text of its history.
-    Cli("gptme", "chat", with_tools(GPTME, last=COMPLETE), change_at=2, tools=GPTME, branches={1: "edited", 3: "edited"}),
+    # The date is in the user's first message.
+    Cli("droid", "chat", with_tools(DROID), change_at=2, tools=DROID, fork_policy="minted"),
+    Cli(
+        *("gptme", "chat", with_tools(GPTME, last=COMPLETE)),
+        change_at=2,
+        tools=GPTME,
+        # It writes the reasoning before a tool call into the text of its history.
+        branches={1: "edited", 3: "edited"},
+        # After a minute, five and so on it adds a message with the time.
+        fork_policy=None,
+    ),
     Cli("llm", "chat", with_tools(SHELL), change_at=2, tools=SHELL),
 ]
 

@@ -16,6 +16,8 @@ CLI = Cli(
     steps=with_tools(TOOLS),
     change_at=2,
     tools=TOOLS,
+    # A command's result names its process group.
+    fork_policy="minted",
     # It asks once more with a higher limit, then repairs the arguments and makes the call.
     malformed=(None, None, "repeated", "edited", None, None),
     # What breaks within a reply ends it, though the same request would be made again after a 500.

@@ -54,7 +54,7 @@ VIBE = Tools(
     shell=lambda command: ("bash", {"command": command}),
 )
 AGENTS = [
-    Cli("kilo", "chat", with_tools(KILO), change_at=2, tools=KILO),
+    Cli("kilo", "chat", with_tools(KILO), change_at=2, tools=KILO, fork_policy="minted"),
     Cli("kimi-cli", "chat", with_tools(KIMI), change_at=2, tools=KIMI),
     Cli("mistral-vibe", "chat", with_tools(VIBE), change_at=2, tools=VIBE),
     Cli("openhands", "chat", with_tools(OPENHANDS, last=FINISH), change_at=2, tools=OPENHANDS, streams=False),
@@ -75,3 +75,9 @@ def test_the_run_was_recorded_from_the_tested_version(plain: Played) -> None:
 def test_every_reply_was_answered_as_it_was_recorded(plain: Played) -> None:
     assert plain.player.surplus == plain.player.missing == []
     assert plain.player.left == 0
+
+
+def test_a_fork_replays_the_run_on_another_day(plain: Played, stage: Stage) -> None:
+    forked = stage.replay(plain.cli, RecordedRun.of(plain.cli.harness).on_another_day(), plain)
+    assert forked.generations == []
+    assert [call["call_id"] for call in forked.calls] == [call["call_id"] for call in plain.calls]
