@@ -372,7 +372,8 @@ class _Step(msgspec.Struct):
 
 
 _PATIENCE = 8.0
-_SHORTEST_PAUSE_SECONDS = 0.03
+_SHORTEST_PAUSE_SECONDS = 0.2
+"""Each step sends the engine the whole prompt again, and five a second are as smooth as anybody reads."""
 
 
 class LiveText(CertainText):
