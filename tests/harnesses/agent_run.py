@@ -58,7 +58,7 @@ class Cli:
     """Pattern of a side call's prompt -> what the model says to it."""
     fork_policy: str | None = "strict"
     """The echo policy of a fork that replays its plain run: minted where a user's message or tool results hold what differs between
-    two runs. None: its requests depend on how long the run takes."""
+    two runs. None: its requests differ in some runs (docs/forks.md)."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Given to it beside what its definition says; they may hold the placeholders of base URLs."""
 
