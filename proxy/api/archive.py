@@ -85,8 +85,7 @@ async def export_records(
     if next_start is None:
         log = await services.sessions.load_log(session_id)
         images = await services.media.sizes(session_id, state.info.created_at)
-    part = part_as_wire(state, delivered, intents, named, next_start, log)
-    return encode_response({**part, "media": sorted(images)}, Form.MSGPACK)
+    return encode_response(part_as_wire(state, delivered, intents, named, next_start, log, images), Form.MSGPACK)
 
 
 @router.post(
@@ -121,8 +120,9 @@ def part_as_wire(
     named: Sequence[tuple[str, bytes]],
     next_start: int | None,
     log: str,
+    images: Iterable[str],
 ) -> dict[str, Any]:
-    """A part of a session with the records `named`."""
+    """A part of a session with the records `named`; the last one has the log and the digests of the `images`."""
     return {
         "session": session_as_wire(state),
         "delivered": sorted(delivered),
@@ -130,6 +130,7 @@ def part_as_wire(
         "records": named,
         "next_start": next_start,
         "log": log,
+        "media": sorted(images),
     }
 
 

@@ -269,7 +269,8 @@ async def record_file(ui: Ui, session_id: str) -> bytes:
     view = await ui.views.load(session_id)
     named = await ui.services.archive.load_named_records(session_id, 0, -1)
     log = await ui.services.sessions.load_log(session_id)
-    return msgspec.msgpack.encode(part_as_wire(view.state, view.delivered, view.intents, named, None, log))
+    images = await ui.services.media.sizes(session_id, view.state.info.created_at)
+    return msgspec.msgpack.encode(part_as_wire(view.state, view.delivered, view.intents, named, None, log, images))
 
 
 async def page_file(ui: Ui, session_id: str) -> bytes:
