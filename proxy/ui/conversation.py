@@ -204,6 +204,10 @@ class Block:
     def cut(self) -> bool:
         return self.length > len(self.text)
 
+    @property
+    def digest(self) -> str:
+        return self.image.removeprefix(SCHEME) if self.image.startswith(SCHEME) else ""
+
 
 @dataclass(frozen=True, slots=True)
 class ShownMessage:

@@ -111,6 +111,7 @@ def _pack_call(
         "logprobs": _pack(node.logprobs, "<f4") if len(node.logprobs) == len(node.completion_ids) else "",
         "texts": _pack(np.array(numbers), "<i4"),
         "spans": [[span.version, span.start, span.end] for span in node.spans],
+        "media": [[each.digest, each.start, each.end] for each in node.media],
     }
 
 

@@ -11,6 +11,7 @@ GET  /ui/sessions/{id}/turns                        further turns, or a fork, as
 GET  /ui/sessions/{id}/calls/{call}/details         sampling and timing of a call, as a fragment
 GET  /ui/sessions/{id}/calls|rows/{name}/tokens     tokens, page by page, as JSON; …/next finds one
 GET  /ui/sessions/{id}/calls/{call}/messages/{n}    a whole message as text; …/images/{n} an image in it
+GET  /ui/sessions/{id}/media/{digest}               an image that tokens stand for
 GET  /ui/sessions/{id}/download/{file}              calls.json, trajectories.json, record.msgpack, page.html
 POST /ui/login, /ui/logout                          set and delete the cookie; GET /ui/login asks for the token
 GET  /ui/static/{file}                              style and scripts
@@ -325,6 +326,12 @@ async def message(ui: Shown, session_id: str, call_id: str, index: int) -> Respo
     view = await ui.views.load(session_id)
     text = whole_text(find_message(view.find_call(call_id), index)).encode("utf-8", "replace")
     return Response(text, media_type="text/plain; charset=utf-8", headers=HEADERS)
+
+
+@for_programs.get("/sessions/{session_id}/media/{digest}")
+async def kept_image(ui: Shown, session_id: str, digest: str) -> Response:
+    view = await ui.views.load(session_id)
+    return image_response(await load_image(ui.services, view.state.info, digest))
 
 
 @for_programs.get("/sessions/{session_id}/calls/{call_id}/messages/{index}/images/{number}")

@@ -19,6 +19,7 @@ from proxy.engine.pool.pool import EnginePool
 from proxy.engine.replica import Replica
 from proxy.errors import EngineUnavailable, VerbatimError
 from proxy.ui.session_view import SessionView
+from reconstruct.media import Media
 from reconstruct.records import Call, Forest, Ids, Logprobs
 from reconstruct.trajectory import Trajectory
 
@@ -32,7 +33,8 @@ BINS = 160
 @dataclass(frozen=True, slots=True)
 class TokenList:
     """All arrays have one length. `logprobs` is NaN and `versions` NO_VERSION for tokens that were not sampled. `policy` names the
-    vocabulary. `tops`: calls for which the engine reported the most probable tokens, with the position of their first sampled token."""
+    vocabulary. `tops`: calls for which the engine reported the most probable tokens, with the position of their first sampled token.
+    `media`: the tokens that stand for images."""
 
     ids: Ids
     kinds: NDArray[np.uint8]
@@ -40,6 +42,7 @@ class TokenList:
     versions: NDArray[np.int64]
     policy: str
     tops: tuple[tuple[int, Call], ...] = ()
+    media: tuple[Media, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -75,7 +78,8 @@ class TokenList:
         return bins
 
     def cut(self, start: int, count: int) -> dict[str, Any]:
-        """The tokens from `start` on, without texts: ids, kinds as digits, logprobs (None: not sampled), version runs."""
+        """The tokens from `start` on, without texts: ids, kinds as digits, logprobs (None: not sampled), version runs, and the images that
+        they stand for: number, digest, and the positions of their first token and of the token after their last."""
         part = slice(start, start + count)
         return {
             "start": start,
@@ -84,6 +88,11 @@ class TokenList:
             "kinds": "".join(map(str, self.kinds[part].tolist())),
             "logprobs": [None if np.isnan(each) else round(float(each), 4) for each in self.logprobs[part]],
             "versions": find_version_runs(self.versions[part]),
+            "media": [
+                [number, each.digest, each.start, each.end]
+                for number, each in enumerate(self.media, 1)
+                if each.start < start + count and each.end > start
+            ],
         }
 
     def alternatives(self, start: int, count: int) -> dict[int, list[tuple[int, float]]]:
@@ -153,7 +162,8 @@ def _build(forest: Forest, last: str) -> TokenList:
             logprobs[first:end] = node.logprobs[offset : offset + count]
         for span in node.spans:
             versions[max(first, sampled_from + span.start) : min(end, sampled_from + span.end)] = span.version
-    return TokenList(forest.full_ids(last), kinds, logprobs, versions, forest.calls[last].policy)
+    media = forest.prefix_media(last, length) if forest.has_media else ()
+    return TokenList(forest.full_ids(last), kinds, logprobs, versions, forest.calls[last].policy, media=media)
 
 
 def _build_stray_tokens(call: Call) -> TokenList:
@@ -168,7 +178,7 @@ def _build_stray_tokens(call: Call) -> TokenList:
     for span in node.spans:
         versions[sampled_from + span.start : sampled_from + span.end] = span.version
     kinds = np.where(np.arange(len(ids)) < sampled_from, PROMPT, QUARANTINED).astype(np.uint8)
-    return TokenList(ids, kinds, logprobs, versions, call.policy)
+    return TokenList(ids, kinds, logprobs, versions, call.policy, media=node.media)
 
 
 def _tops(forest: Forest, calls: Iterable[Call]) -> tuple[tuple[int, Call], ...]:

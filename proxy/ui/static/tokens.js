@@ -24,6 +24,11 @@ class RemoteTokens {
     return (await this.get(`next?what=${what}&after=${after}${given}`)).position;
   }
 
+  /** Where the image is. */
+  image(digest) {
+    return `${this.url}/../../media/${digest}`;
+  }
+
   async get(path) {
     const answer = await fetch(`${this.url}/${path}`, { headers: { accept: "application/json" } });
     if (answer.status === 401) location.reload();
@@ -46,12 +51,19 @@ class StoredTokens {
     this.places = new Int32Array(length);
     // Versions are whole numbers of 53 bits: a trainer may count in milliseconds.
     this.versions = new Float64Array(length).fill(NO_VERSION);
+    this.media = [];
     this.texts = stored.texts;
     this.missing = stored.missing;
     let limit = length;
     for (let at = lastAt; at !== null; at = stored.calls[at].base) limit = this.fill(stored.calls[at], limit);
     if (trained) for (const [from, to] of trained) this.kinds.fill(1, from, to);
     else this.kinds.fill(last.kind, last.base_length + last.added);
+    this.media.sort((one, other) => one[1] - other[1]);
+  }
+
+  /** The conversation has each image; null for one that is missing there. */
+  image(digest) {
+    return document.querySelector(`img[data-media="${digest}"]`)?.src ?? null;
   }
 
   /** Write the call's own tokens among the first `limit` ones. Returns how many precede them. */
@@ -61,6 +73,7 @@ class StoredTokens {
     const sampled = from + call.added;
     this.ids.set(new Int32Array(unpack(call.ids)).subarray(0, limit - from), from);
     this.places.set(new Int32Array(unpack(call.texts)).subarray(0, limit - from), from);
+    for (const [digest, start, end] of call.media) if (from + end <= limit) this.media.push([digest, from + start, from + end]);
     if (limit > sampled) {
       this.kinds.fill(CONTEXT, sampled, limit);
       this.logprobs.set(new Float32Array(unpack(call.logprobs)).subarray(0, limit - sampled), sampled);
@@ -79,6 +92,7 @@ class StoredTokens {
       logprobs: Array.from(this.logprobs.subarray(start, end), (each) => (Number.isNaN(each) ? null : each)),
       versions: Array.from(this.versions.subarray(start, end), (each, at) => [each, at, at + 1]).filter(([version]) => version !== NO_VERSION),
       texts: Array.from(this.places.subarray(start, end), (at) => (at < 0 ? null : this.texts[at])),
+      media: this.media.map((each, at) => [at + 1, ...each]).filter(([, , from, to]) => from < end && to > start),
       missing: this.missing,
       alternatives: {},
       overview: overview ? this.bins() : undefined,
@@ -185,7 +199,10 @@ class TokenView {
     if (page.overview) this.drawOverview(page.overview);
     this.versions = new Array(page.ids.length).fill(null);
     for (const [version, from, to] of page.versions) this.versions.fill(version, from, to);
-    this.stream.replaceChildren(...page.ids.map((id, at) => this.span(id, at)));
+    this.spans = page.ids.map(() => null);
+    for (const each of page.media) this.spans.fill(this.imageSpan(each), Math.max(0, each[2] - page.start), each[3] - page.start);
+    this.spans = page.ids.map((id, at) => this.spans[at] ?? this.span(id, at));
+    this.stream.replaceChildren(...new Set(this.spans));
     const end = page.start + page.ids.length;
     const note = page.missing ? ` Ids are shown: ${page.missing}.` : "";
     this.where.textContent = page.total
@@ -214,6 +231,27 @@ class TokenView {
     span.textContent = text === null ? `⟨${id}⟩` : text === "" ? "·" : showInvisible(text);
     span.dataset.at = String(this.page.start + at);
     return span;
+  }
+
+  /** All placeholders of an image as one; its label counts them, also those on other pages. */
+  imageSpan([number, digest, from, to]) {
+    const span = document.createElement("span");
+    span.className = "t k0 image";
+    span.dataset.at = String(Math.max(from, this.page.start));
+    const source = this.source.image(digest);
+    if (source) {
+      const image = document.createElement("img");
+      image.src = source;
+      image.alt = "";
+      span.append(image);
+    }
+    span.append(`image ${number}, ${countTokens(to - from)}`);
+    return span;
+  }
+
+  /** The image that the token at this position stands for. */
+  imageAt(position) {
+    return this.page?.media.find(([, , from, to]) => from <= position && position < to);
   }
 
   colour(mode) {
@@ -299,8 +337,8 @@ class TokenView {
   move(event) {
     const page = this.page;
     const places = {
-      ArrowRight: () => this.at + 1,
-      ArrowLeft: () => this.at - 1,
+      ArrowRight: () => this.imageAt(this.at)?.[3] ?? this.at + 1,
+      ArrowLeft: () => (this.imageAt(this.at)?.[2] ?? this.at) - 1,
       ArrowDown: () => this.at + this.line(1),
       ArrowUp: () => this.at + this.line(-1),
       Home: () => page.start,
@@ -329,7 +367,7 @@ class TokenView {
   }
 
   token(position) {
-    return this.page ? this.stream.children[position - this.page.start] : undefined;
+    return this.page ? this.spans[position - this.page.start] : undefined;
   }
 
   select(position) {
@@ -358,6 +396,8 @@ class TokenView {
     ];
     if (logprob !== null) facts.push(["logprob", `${logprob.toFixed(4)} (${formatPercent(logprob)})`]);
     if (this.versions[at] !== null) facts.push(["weights", String(this.versions[at])]);
+    const image = this.imageAt(position);
+    if (image) facts.push(...this.imageFacts(image));
     const others = this.page.alternatives[position];
     if (others) facts.push(["alternatives", others.map(([id, text, odds]) => `${text === null || text === undefined ? id : quote(text)} ${formatPercent(odds)}`).join(", ")]);
     this.card.replaceChildren(
@@ -370,6 +410,21 @@ class TokenView {
       }),
     );
   }
+
+  imageFacts([number, digest, from, to]) {
+    const source = this.source.image(digest);
+    let name = digest;
+    // No browser opens a data URL as a page.
+    if (source && !source.startsWith("data:")) {
+      name = document.createElement("a");
+      name.href = source;
+      name.textContent = digest;
+    }
+    return [
+      [`image ${number}`, `${countTokens(to - from)}, positions ${formatCount(from)} to ${formatCount(to - 1)}`],
+      ["sha256", name],
+    ];
+  }
 }
 
 function bucket(logprob) {
@@ -380,6 +435,10 @@ function bucket(logprob) {
 /** With thin spaces between thousands. */
 function formatCount(number) {
   return number.toLocaleString("en").replaceAll(",", "\u202f");
+}
+
+function countTokens(number) {
+  return number === 1 ? "1 token" : `${formatCount(number)} tokens`;
 }
 
 function formatPercent(logprob) {

@@ -49,6 +49,7 @@ PAGES: dict[tuple[str, str], str] = {
     ("GET", "/ui/sessions/{session_id}/{tree}/{name}/next"): "data",
     ("GET", "/ui/sessions/{session_id}/calls/{call_id}/messages/{index}"): "data",
     ("GET", "/ui/sessions/{session_id}/calls/{call_id}/messages/{index}/images/{number}"): "data",
+    ("GET", "/ui/sessions/{session_id}/media/{digest}"): "data",
     ("GET", "/ui/sessions/{session_id}/download/{name}"): "data",
 }
 """Every endpoint of the pages: those for the admin answer others with the log-in page, or as the control side does (data)."""
