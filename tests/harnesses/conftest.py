@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import pytest
 
 from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.engine.scripted_images import SEEING
+from tests.support.engine.template_families import Family
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
 
@@ -18,7 +20,7 @@ from tests.harnesses.every_harness import KEEPALIVE_SECONDS  # noqa: E402
 from tests.harnesses.figures import pytest_terminal_summary  # noqa: E402
 from tests.harnesses.stage import Stage  # noqa: E402
 
-__all__ = ["failing_stage", "pytest_terminal_summary", "raw_stage", "stage"]
+__all__ = ["failing_stage", "pytest_terminal_summary", "raw_stage", "seeing_stage", "stage"]
 
 WINDOW = 131_072
 VOLATILE_LINES = [
@@ -30,14 +32,14 @@ VOLATILE_LINES = [
 
 
 @contextmanager
-def _stage(family: str, redis_url: str, tmp: pytest.TempPathFactory, keepalive_seconds: float) -> Iterator[Stage]:
+def _stage(family: str | Family, redis_url: str, tmp: pytest.TempPathFactory, keepalive_seconds: float) -> Iterator[Stage]:
     with (
-        ScriptedEngine(family, max_model_len=WINDOW) as engine,
+        ScriptedEngine(family, max_model_len=WINDOW, most_images=2 if family is SEEING else 0) as engine,
         RunningService(
             engine.url, redis_url, engine_api="token", keepalive_seconds=keepalive_seconds, volatile_lines=VOLATILE_LINES
         ) as service,
     ):
-        yield Stage(engine, service, tmp.mktemp(family))
+        yield Stage(engine, service, tmp.mktemp(engine.family.name))
 
 
 @pytest.fixture(scope="module")
@@ -58,4 +60,11 @@ def failing_stage(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFa
 def raw_stage(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """Harmony's: the engine hands on a tool call's arguments as they were sampled, be they JSON or not."""
     with _stage("harmony", redis_server.url, tmp_path_factory, KEEPALIVE_SECONDS) as stage:
+        yield stage
+
+
+@pytest.fixture(scope="module")
+def seeing_stage(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """Qwen3's template, and a model that takes images."""
+    with _stage(SEEING, redis_server.url, tmp_path_factory, KEEPALIVE_SECONDS) as stage:
         yield stage
