@@ -142,7 +142,8 @@ def generate_chunk(generation: Generation, step: Step, first: bool) -> dict[str,
     chunk: dict[str, Any] = {"request_id": generation.request_id, "usage": None, "output_mode": "tokens"}
     if first and generation.body.get("return_token_ids"):
         chunk["prompt_token_ids"] = generation.prompt_ids
-        chunk["mm_placeholders"] = placeholders(generation)
+        if (told := placeholders(generation)) is not None:
+            chunk["mm_placeholders"] = told
     choice = generate_choice(step.index, [step], wanted)
     if step.finish_reason:
         choice["routed_experts"] = routed_experts(generation, step.index)
