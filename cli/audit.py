@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -164,8 +163,11 @@ def recompute_logprobs(
     rows: list[Trajectory], models: list[str], *, media: MediaFiles | None = None, trees: bool = False
 ) -> dict[str, Difference]:
     """For each `--model`, the difference between the stored logprobs and that model's. `media`: the images of the rows."""
-    if None in map(importlib.util.find_spec, ("torch", "transformers")):
-        raise Refusal("--model needs torch and transformers: pip install 'verbatim-rl[trainer]' transformers")
+    try:
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise Refusal("--model needs torch and transformers: pip install 'verbatim-rl[trainer]' transformers") from error
 
     from trainer_client.errors import MixedLogprobModes, UnseenImages, VisionMismatch
     from trainer_client.recompute import load_model

@@ -77,7 +77,10 @@ async def test_old_sessions_that_were_delivered_go_into_the_archive_and_out_of_t
         cleared = await kept.retention.run_once()
         assert (cleared.archived, cleared.deleted, kept.archived, await kept.listed()) == (2, 2, ["a", "b"], set())
         archived = read_table(tmp_path / "trajectories-000000.parquet", "trajectories")
-        assert {name: archived[0][name] for name in rows[0] if name != "metadata"} | {"metadata": {}} == rows[0]
+        assert {name: archived[0][name] for name in rows[0]} | {
+            "metadata": {},
+            "media": json.loads(archived[0]["media"]),
+        } == rows[0]
         assert (await kept.retention.run_once()).deleted == 0
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import copy
+import hashlib
 import json
 from collections.abc import Iterator
 from itertools import pairwise
@@ -236,7 +238,7 @@ def test_a_response_is_its_text_or_its_json(said: Any, content: str) -> None:
 
 def test_images_and_code_are_read() -> None:
     image = {"inlineData": {"mimeType": "image/png", "data": "-_=="}}
-    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,+/=="}}
+    part = {"type": "image", "digest": hashlib.sha256(base64.b64decode("+/==")).hexdigest()}
     assert heard([user(text("see"), image)])[0]["content"] == [{"type": "text", "text": "see"}, part]
     told = {"functionResponse": {"name": "f", "response": {"output": "x"}, "parts": [image]}}
     assert heard([user(told)])[0]["content"] == [{"type": "text", "text": "x"}, part]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -248,7 +249,7 @@ def test_why_a_reply_ended(told: Choice, ending: tuple[str, str | None]) -> None
 
 
 def test_content_of_a_user_becomes_parts() -> None:
-    image = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
     document = {
         "type": "document",
         "title": "T",
@@ -261,7 +262,7 @@ def test_content_of_a_user_becomes_parts() -> None:
     (message,) = parsed(messages=[{"role": "user", "content": content}]).messages
     assert message["content"] == [
         {"type": "text", "text": "see"},
-        {"type": "image_url", "image_url": {"url": "http://x/y.png"}},
+        {"type": "image", "digest": hashlib.sha256(b"hi").hexdigest()},
         {"type": "text", "text": "T\nC\nD"},
         {"type": "text", "text": "E"},
         {"type": "text", "text": "T\nS\nF"},
