@@ -11,6 +11,7 @@ import base64
 import contextlib
 import socket
 import ssl
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -360,6 +361,7 @@ class Channels:
         self._socket_factory = socket_factory
         self._trace_headers = trace_headers
         self._idle: dict[tuple[str, int, bool], list[Channel]] = {}
+        self._connected: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._tls: ssl.SSLContext | None = None
         self._open = True
 
@@ -385,8 +387,9 @@ class Channels:
         return await self._ask(b"GET", url, b"\r\n", b"")
 
     def close(self) -> None:
+        """Hang up everywhere, also where the rest of an answer is still to come that nobody reads."""
         self._open = False
-        for channel in self.idle:
+        for channel in list(self._connected):
             channel.close()
         self._idle.clear()
 
@@ -413,7 +416,7 @@ class Channels:
     async def _connect(self, target: _Target) -> Channel:
         try:
             async with asyncio.timeout(self._connect_seconds or None):
-                return await self._dial(target, lambda: Channel(partial(self._keep, target), self._read_seconds))
+                channel = await self._dial(target, lambda: Channel(partial(self._keep, target), self._read_seconds))
         except TimeoutError as error:
             raise ConnectTimeout(f"no connection within {self._connect_seconds:g} seconds") from error
         except OSError as error:
@@ -421,6 +424,8 @@ class Channels:
         except RuntimeError as error:
             # uvloop raises this for some sockets.
             raise CannotConnect(str(error)) from error
+        self._connected.add(channel)
+        return channel
 
     async def _dial(self, target: _Target, make: Callable[[], Channel]) -> Channel:
         """A connection to the first of the host's addresses that accepts one. Raises OSError."""

@@ -345,6 +345,21 @@ async def test_a_reader_that_goes_away_hangs_up() -> None:
         assert not made.idle
 
 
+async def test_closing_hangs_up_also_where_the_rest_of_an_answer_is_still_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that ended just after a streamed reply left the connection open that waited for the end of it."""
+    monkeypatch.setattr("proxy.engine.wire.channels._REST_SECONDS", 3600)
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nend\r\n")
+        await reader.readexactly(1)
+
+    async with Engine(script).serving() as engine, channels() as made:
+        async with await made.post(engine.url, b"", {}) as got:
+            assert await got.read_piece() == b"end"
+        made.close()
+        await asyncio.wait_for(engine.left.wait(), 120)
+
+
 async def test_closing_an_answer_ends_its_reader() -> None:
     async with Engine(telling(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf")).serving() as engine, channels() as made:
         got = await made.post(engine.url, b"", {})
