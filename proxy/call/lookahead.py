@@ -121,8 +121,11 @@ async def _ask_endpoint(turn: Turn, candidates: Sequence[engine.Sampled], url: s
     try:
         with Waiting(ENGINE):
             async with aiohttp.ClientSession() as client, client.post(url, json=body) as answer:
-                content = await answer.content.read(ANSWER_BYTES)
-                status = answer.status
+                content, status = b"", answer.status
+                async for piece in answer.content.iter_any():
+                    content += piece
+                    if len(content) > ANSWER_BYTES:
+                        raise ChooserFailed(f"the chooser at {url} answered more than {ANSWER_BYTES} bytes")
     except (aiohttp.ClientError, OSError) as error:
         raise ChooserFailed(f"the chooser at {url} was not reached: {error or type(error).__name__}") from error
     try:

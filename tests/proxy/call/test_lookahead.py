@@ -129,6 +129,17 @@ def test_a_streamed_reply_is_the_chosen_one_and_nothing_of_the_others(
     ]
 
 
+def test_an_endpoint_may_explain_its_choice_at_length(
+    engine: ScriptedEngine, token_service: RunningService, chooser: Chooser
+) -> None:
+    """An answer that came in several pieces was read as far as the first."""
+    chooser.choices.append({"choice": 1, "why": "because " * 100_000})
+    session = token_service.session(lookahead={"n": 2, "choose": "http", "url": chooser.url})
+    session.ask("q", max_tokens=4)
+    chosen = next(call for call in session.calls if call["lookahead"] == "chosen")
+    assert chosen["completion_ids"] == candidates_of(engine)[1]
+
+
 def test_what_follows_goes_on_from_the_chosen_one_also_where_another_said_the_same(
     engine: ScriptedEngine, token_service: RunningService, chooser: Chooser
 ) -> None:
