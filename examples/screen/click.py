@@ -54,7 +54,8 @@ def main(
         replicas=1,
         asynchronous=False,
         max_staleness=2,
-        ends=(2, 3),
+        # Only the first step's rollouts are all by the model as it was warmed up.
+        ends=(1, 3),
         agent="examples.screen.agent",
         engine_flags=("--limit-mm-per-prompt", json.dumps({"image": PER_SESSION}), "--max-num-seqs", "64"),
     )

@@ -18,7 +18,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, Idefics3ForCondition
 from examples.demo.warmup import IGNORED
 from examples.screen.screens import ASK, PER_SESSION, SQUARES, ask_message, draw, every_screen, find_target
 
-HABIT_SHARE = 0.75
+HABIT_SHARE = 0.5
 STEPS = 220
 IMAGE = "<fake_token_around_image><global-img><image><image><image><image><fake_token_around_image>"
 """What Idefics3's processor makes of an image of one tile."""

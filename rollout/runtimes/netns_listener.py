@@ -36,7 +36,7 @@ def bring_loopback_up(within: socket.socket, pid: int) -> None:
         if time.monotonic() > deadline or not os.path.exists(f"/proc/{pid}"):
             fcntl.ioctl(within, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", flags | IFF_UP))
             return
-        time.sleep(0.001)
+        time.sleep(0.005)
 
 
 def read_loopback_flags(within: socket.socket) -> int:

@@ -166,9 +166,16 @@ class _Server:
             socket.send_fds(self._orders, [b"."], descriptors)
 
 
-@functools.cache
+_servers: dict[str, _Server] = {}
+_starting = threading.Lock()
+
+
 def _server(module: str) -> _Server:
-    return _Server(module)
+    """One for all threads."""
+    with _starting:
+        if module not in _servers:
+            _servers[module] = _Server(module)
+        return _servers[module]
 
 
 def _name(pid: int) -> str:

@@ -29,6 +29,8 @@ from proxy.store.sessions import SessionStore
 
 BINARY = os.environ.get("VERBATIM_TEST_REDIS") or str(redis_server_binary())
 """The redis-server under the tests; the variable names another one, for example a newer."""
+IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 2**30 else None
+"""Where files of servers lie: a disk that is busy with what was installed a moment ago holds up a Redis for many seconds."""
 SLOW = (
     "local t = redis.call('TIME')[1] * 1000000 + redis.call('TIME')[2]; local n = t; while n < t + %d do local now = "
     "redis.call('TIME'); n = now[1] * 1000000 + now[2] end; return 'slow'"
@@ -110,7 +112,7 @@ class SharedRedis(RedisServer):
 @contextmanager
 def running_redis(*flags: str, port: int | None = None, wait: bool = True) -> Iterator[RedisServer]:
     """`wait`: until it answers, which it does only when its file is loaded."""
-    folder = Path(tempfile.mkdtemp(prefix="verbatim-test-"))
+    folder = Path(tempfile.mkdtemp(prefix="verbatim-test-", dir=IN_MEMORY))
     port = port or free_port()
     where = ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--appendonly", "yes", "--save", ""]
     process = subprocess.Popen([BINARY, *where, *flags], stdout=subprocess.DEVNULL)
@@ -198,7 +200,7 @@ def _await(happened: Callable[[], bool], what: str, seconds: float = 60.0) -> No
 def running_sentinel(master: RedisServer, password: str = "") -> Iterator[RedisServer]:
     """One Sentinel that watches `master`, which wants that password, under the name "store", and needs nobody's consent to replace
     it."""
-    folder = Path(tempfile.mkdtemp(prefix="verbatim-test-"))
+    folder = Path(tempfile.mkdtemp(prefix="verbatim-test-", dir=IN_MEMORY))
     port = free_port()
     (folder / "sentinel.conf").write_text(
         f"port {port}\nbind 127.0.0.1\ndir {folder}\nsentinel monitor store 127.0.0.1 {master.port} 1\n"
