@@ -7,6 +7,7 @@ import os
 import signal
 import stat
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
 from contextlib import suppress
@@ -220,6 +221,10 @@ class ContainerProcesses:
         self.first = first
         self._namespace = namespace
         self._session = find_session(first)
+        # The kernel gives the number of a namespace that is gone to the next one: while it is open it stays this one's. Otherwise what is
+        # killed late here would be the first process of a container that was started since.
+        with suppress(OSError):
+            weakref.finalize(self, os.close, os.open(_PROC / str(first) / "ns" / "pid", os.O_RDONLY | os.O_CLOEXEC))
         self.commands: dict[str, Set[str]] = {}
         """The running commands, by mark, each with the names of the pipes that its output goes to."""
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from rollout.runtimes.command import Limits, finish_process, start_process
 from rollout.runtimes.local.resources import Resources
 from rollout.runtimes.processes import ContainerProcesses
 from rollout.task import RuntimeSpec
+from tests.support.machine import require
 from tests.support.runtimes.runtime_places import SECONDS, shell, unconfined
 
 
@@ -131,3 +135,27 @@ async def test_what_is_killed_in_a_container_again_and_again_keeps_the_node_from
     async with asyncio.timeout(SECONDS):
         while len(looks) < 4:
             await asyncio.sleep(0.01)
+
+
+def test_what_is_killed_late_is_never_in_a_container_that_came_afterwards() -> None:
+    """The kernel gave the number of the namespace that had ended to the next one, whose first process was killed."""
+    require("bwrap")
+    with apart() as first:
+        within = ContainerProcesses(first, str(processes.read_namespace(first, "pid")))
+    within.commands["c"] = frozenset()
+    for _ in range(20):
+        with apart() as other:
+            assert within._find_started("c") == [], other
+
+
+@contextmanager
+def apart() -> Iterator[int]:
+    """The first process of a process namespace, which ends with the block."""
+    argv = ["bwrap", "--bind", "/", "/", "--unshare-pid", "--die-with-parent", "sh", "-c", "echo; exec sleep 600"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        (first,) = (pid for pid in processes.find_descendants([process.pid]) if processes.find_parent(pid) == process.pid)
+        try:
+            yield first
+        finally:
+            processes.send_signal([first])
