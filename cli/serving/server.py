@@ -13,6 +13,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from types import FrameType
@@ -84,6 +85,7 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.should_exit = self.should_exit or _told_to_stop.is_set()
         try:
             yield
         finally:
@@ -138,7 +140,7 @@ def run_server(
     )
     server = Server(config, partial(app.drain, settings.drain_seconds), on_ready, on_force, load_certificate(settings))
     _run_until_stopped(server, listeners)
-    if not server.started:
+    if not (server.started or server.should_exit):
         raise Refusal("the service could not start; the log above says why")
 
 
@@ -151,10 +153,16 @@ def _run_until_stopped(server: Server, listeners: list[socket.socket]) -> None:
             raise
 
 
+_told_to_stop = threading.Event()
+"""Set by a stop signal before a server took over. What it raises may be lost: Python drops what is raised while it clears an object away,
+and libraries drop what their own calls raise."""
+
+
 def raise_on_stop_signals() -> None:
     """Until a server takes over, let a stop signal unwind the stack, so that everything started so far is stopped."""
 
     def leave(number: int, frame: Any) -> None:
+        _told_to_stop.set()
         raise SystemExit(0)
 
     for number in (signal.SIGINT, signal.SIGTERM):

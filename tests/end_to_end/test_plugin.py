@@ -441,10 +441,14 @@ def test_a_reply_cut_in_the_middle_keeps_what_was_sampled(
     body = {"model": "policy", "messages": [user("x")], "max_tokens": 30000, "ignore_eos": True, "seed": 3, "stream": stream}
     cut = []
     for side in sides:
-        session, before = side.service.session(), sampled(vllm_server)
-        with hanging_up(f"{session.base_url}/chat/completions", body, session.api_key):
-            wait_until_it_samples(vllm_server, before, 50)
-        wait_until(lambda session=session: are_recorded(session.calls, 1), 60, "the call is recorded")
+        # A reply that is over before the engine hears of its end, on a busy machine, is let go.
+        for _ in range(10):
+            session, before = side.service.session(), sampled(vllm_server)
+            with hanging_up(f"{session.base_url}/chat/completions", body, session.api_key):
+                wait_until_it_samples(vllm_server, before, 50)
+            wait_until(lambda session=session: are_recorded(session.calls, 1), 120, "the call is recorded")
+            if session.calls[0]["status"] != "finished":
+                break
         cut += session.calls
     for call in cut:
         assert (call["status"], call["finish_reason"], call["reply"]["role"]) == ("aborted", "abort", "assistant")
