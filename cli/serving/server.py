@@ -13,11 +13,10 @@ import resource
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import uvicorn
 
@@ -47,6 +46,10 @@ class Server(uvicorn.Server):
     uvicorn re-raises the captured signal after a clean stop, which would end the process before its Redis stops and with an exit
     code other than 0. Here a signal only starts the drain.
     """
+
+    told_to_stop: ClassVar[bool] = False
+    """Whether a stop signal came before there was a server. The SystemExit of its handler may be lost: Python drops what is raised in a
+    finalizer."""
 
     def __init__(
         self,
@@ -85,7 +88,8 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-        self.should_exit = self.should_exit or _told_to_stop.is_set()
+        if self.told_to_stop:
+            self.should_exit = True
         try:
             yield
         finally:
@@ -153,16 +157,11 @@ def _run_until_stopped(server: Server, listeners: list[socket.socket]) -> None:
             raise
 
 
-_told_to_stop = threading.Event()
-"""Set by a stop signal before a server took over. What it raises may be lost: Python drops what is raised while it clears an object away,
-and libraries drop what their own calls raise."""
-
-
 def raise_on_stop_signals() -> None:
     """Until a server takes over, let a stop signal unwind the stack, so that everything started so far is stopped."""
 
     def leave(number: int, frame: Any) -> None:
-        _told_to_stop.set()
+        Server.told_to_stop = True
         raise SystemExit(0)
 
     for number in (signal.SIGINT, signal.SIGTERM):

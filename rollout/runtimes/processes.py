@@ -221,8 +221,8 @@ class ContainerProcesses:
         self.first = first
         self._namespace = namespace
         self._session = find_session(first)
-        # The kernel gives the number of a namespace that is gone to the next one: while it is open it stays this one's. Otherwise what is
-        # killed late here would be the first process of a container that was started since.
+        # The kernel reuses the number of a namespace that is gone, so a late kill would hit the first process of a newer container. Held
+        # open, the namespace keeps its number.
         with suppress(OSError):
             weakref.finalize(self, os.close, os.open(_PROC / str(first) / "ns" / "pid", os.O_RDONLY | os.O_CLOEXEC))
         self.commands: dict[str, Set[str]] = {}

@@ -137,8 +137,8 @@ async def test_what_is_killed_in_a_container_again_and_again_keeps_the_node_from
             await asyncio.sleep(0.01)
 
 
-def test_what_is_killed_late_is_never_in_a_container_that_came_afterwards() -> None:
-    """The kernel gave the number of the namespace that had ended to the next one, whose first process was killed."""
+def test_a_late_kill_never_hits_a_container_that_was_started_afterwards() -> None:
+    """The kernel gave the next namespace the number of the one that was gone, and its first process was killed."""
     require("bwrap")
     with apart() as first:
         within = ContainerProcesses(first, str(processes.read_namespace(first, "pid")))

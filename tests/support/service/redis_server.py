@@ -30,7 +30,7 @@ from proxy.store.sessions import SessionStore
 BINARY = os.environ.get("VERBATIM_TEST_REDIS") or str(redis_server_binary())
 """The redis-server under the tests; the variable names another one, for example a newer."""
 IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 2**30 else None
-"""Where files of servers lie: a disk that is busy with what was installed a moment ago holds up a Redis for many seconds."""
+"""Where the servers' files are, so that no test waits for a disk. None: in the temporary folder."""
 SLOW = (
     "local t = redis.call('TIME')[1] * 1000000 + redis.call('TIME')[2]; local n = t; while n < t + %d do local now = "
     "redis.call('TIME'); n = now[1] * 1000000 + now[2] end; return 'slow'"
