@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from types import FrameType
@@ -79,12 +80,14 @@ class Workers:
     def _start(self) -> Worker:
         ours, theirs = _spawn.Pipe(duplex=False)
         process = _spawn.Process(target=work, args=(self._settings, self._listeners, theirs, self._log_level))
-        # Ctrl-C in a terminal reaches the whole process group, but only the parent may act on it. The child inherits SIG_IGN.
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Ctrl-C in a terminal reaches the whole process group, but only the parent may act on it, and must not miss it: blocked meanwhile,
+        # it reaches the handler afterwards. The child inherits the mask until `work`. The tracker's start would unblock it.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process.start()
         finally:
-            signal.signal(signal.SIGINT, handler)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         theirs.close()
         return Worker(process, ours)
 
@@ -137,6 +140,8 @@ def work(settings: Settings, listeners: list[socket.socket], status: Connection,
     """The main function of a worker process."""
     from cli.serving.server import run_server
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     logs.configure(log_level, settings.log_format)
     threading.Thread(target=_follow_parent, daemon=True).start()
     try:
