@@ -121,6 +121,7 @@ def test_replies_are_streamed_where_the_agent_asks_for_it(plain: Played) -> None
 def test_a_fork_replays_the_run_as_far_as_its_last_call(plain: Played, stage: Stage) -> None:
     """The agent runs again in a fresh folder, and so do its tools; of all its requests the engine gets the last one."""
     if plain.cli.fork_policy is None:
+        check_partly_replayed(plain, stage)
         return
     forked = stage.fork(plain, plain.cli.steps(plain.workdir)[-1:], "plain")
     assert forked.ended.exit_code == 0, str(forked.ended)
@@ -133,6 +134,29 @@ def test_a_fork_replays_the_run_as_far_as_its_last_call(plain: Played, stage: St
     assert forked.accounting["sampled_tokens"] == forked.accounting["exported_tokens"] == len(pivot["completion_ids"])
     if plain.cli.fork_policy == "strict":
         assert pivot["prompt_ids"] == last["prompt_ids"]
+
+
+def check_partly_replayed(plain: Played, stage: Stage) -> None:
+    """The requests differ in some runs: as far as they do not, they are replayed; the engine gets the others, in the same order."""
+    steps = plain.cli.steps(plain.workdir)
+
+    def turns(prompt: str) -> int:
+        return prompt.count("<|im_start|>assistant")
+
+    def step_at(prompt: str) -> Step:
+        return steps[turns(prompt) - turns(plain.generations[0].prompt)]
+
+    forked = stage.fork(plain, [step_at] * len(steps), "plain")
+    assert forked.ended.exit_code == 0, str(forked.ended)
+    assert forked.text_of("number.py") == "value = 42\n"
+    replayed = [call["call_id"] for call in forked.calls if call["session_id"] == plain.session_id]
+    sampled = [call for call in forked.calls if call["session_id"] == forked.session_id]
+    assert replayed == [call["call_id"] for call in plain.calls][: len(replayed)]
+    assert len(replayed) + len(sampled) == len(forked.calls) == len(plain.calls)
+    assert len(sampled) == len(forked.generations) > 0
+    told = {call["replay"] for call in sampled if call in forked.main_calls}
+    assert told <= {"pivot", "diverged"} and (told == {"pivot"}) == (len(sampled) == 1), told
+    assert forked.accounting["sampled_tokens"] == sum(len(call["completion_ids"]) for call in sampled)
 
 
 def test_calls_that_fail_are_made_again_and_go_on_from_the_same_turn(cli: Cli, failing_stage: Stage) -> None:

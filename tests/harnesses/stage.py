@@ -138,9 +138,11 @@ class Stage:
 
     def fork(self, origin: Played, acts: Sequence[Act], name: str) -> Played:
         """The run of that name once more, in a fresh folder of the same path: its calls are replayed but for the last main one, for which
-        the engine samples `acts`. A request that was not recorded is refused."""
+        the engine samples `acts`. A request that was not recorded is refused, or also sampled where the agent's requests differ in some
+        runs."""
         pivot = origin.main_calls[-1]["call_id"]
-        replay = {"session_id": origin.session_id, "until": pivot, "on_divergence": "fail"}
+        on_divergence = "live" if origin.cli.fork_policy is None else "fail"
+        replay = {"session_id": origin.session_id, "until": pivot, "on_divergence": on_divergence}
         folder = origin.workdir.parent
         aside = folder.rename(folder.with_name(f"{folder.name}-origin"))
         try:
