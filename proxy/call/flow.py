@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -157,7 +157,8 @@ class Flow:
                 return await self._replay(turn, turn.recalled, emit)
             if isinstance(turn.recalled, Refused):
                 raise turn.recalled.error
-            sampled = await self._sample_at_some_replica(turn, emit if turn.lookahead is None else partial(_withhold, emit))
+            shown = emit if turn.lookahead is None else partial(_withhold, emit)
+            sampled = await self._sample_at_some_replica(turn, partial(self._sample_at, turn, shown))
             failed = None
             if turn.lookahead is not None:
                 sampled, failed = await self._choose(sampled, turn.lookahead)
@@ -198,8 +199,7 @@ class Flow:
             found = continuation(tree, request, replica.policy)
             return await self._sample(await self._plan(judging, replica, found), lambda piece: None)
 
-        async with self._pool.place(model, Caller(turn.session_id, partial(self._check_open, turn))) as placement:
-            sampled = await sample(await placement.next())
+        sampled = await self._sample_at_some_replica(judging, sample)
         if sampled.outcome.broken is not None:
             raise ChooserFailed(f"the judge's reply broke off: {sampled.outcome.broken}")
         return str(sampled.outcome.choices[0].message.get("content") or "")
@@ -221,7 +221,7 @@ class Flow:
             await self._media.load(draft, request)
         return await kind.count(replica, request)
 
-    async def _sample_at_some_replica(self, turn: Turn, emit: Emit) -> Sampled:
+    async def _sample_at_some_replica(self, turn: Turn, sample: Callable[[Replica], Awaitable[Sampled]]) -> Sampled:
         """What the first replica that can be reached samples. Another one is tried only where nothing was sampled yet."""
         async with self._pool.place(turn.request.model, Caller(turn.session_id, partial(self._check_open, turn))) as placement:
             while True:
@@ -229,12 +229,12 @@ class Flow:
                 with turn.scope.interruptible(), Waiting(ENGINE):
                     replica = await placement.next()
                 try:
-                    return await self._sample_at(turn, replica, emit)
+                    return await sample(replica)
                 except EngineUnavailable:
                     if turn.timeline.first_token_at or turn.scope.cancelled or not placement.try_another():
                         raise
 
-    async def _sample_at(self, turn: Turn, replica: Replica, emit: Emit) -> Sampled:
+    async def _sample_at(self, turn: Turn, emit: Emit, replica: Replica) -> Sampled:
         found = await self._begin(turn, replica)
         try:
             return await self._sample(await self._plan(turn, replica, found), emit)

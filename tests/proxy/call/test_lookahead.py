@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from openai import APIStatusError, AuthenticationError, InternalServerError
 
+from proxy.engine.pool.membership import replica_at
+from proxy.engine.pool.seats import rank_replicas
 from tests.proxy.call.test_flow import TOOLS, tool_result, turn
 from tests.proxy.call.test_replay import Walk, call_tools, expected_logprobs, fork, tool_loop
 from tests.support.engine.scripted_engine import Fail, Generation, Hang, Reply, Say, ScriptedEngine, logprobs_of
@@ -189,6 +191,23 @@ def test_a_frozen_model_judges_and_nothing_of_that_is_recorded(engine: ScriptedE
     assert len(engine.generations) == 2
     assert [call["reply"]["content"] for call in session.calls] == ["reply 1", "reply 0"]
     assert [call["model"] for call in session.calls] == ["policy", "policy"]
+
+
+def test_a_judge_whose_engine_has_gone_is_asked_at_another(redis_url: str) -> None:
+    with ScriptedEngine("qwen3") as policy, ScriptedEngine("qwen3") as one, ScriptedEngine("qwen3") as other:
+        judges = {replica_at(judge.url).name: judge for judge in (one, other)}
+        for judge in judges.values():
+            judge.say("2")
+        policy.script = lambda generation, index: Say(f"reply {index}")
+        engines = [policy.url, *(f"judge={judge.url}" for judge in judges.values())]
+        with RunningService(engines, redis_url, frozen_models=["judge"]) as service:
+            wait_until(lambda: service.request("GET", "/metrics").text.count("verbatim_engine_up{") == 3, 60, "all serve")
+            session = service.session(lookahead={"n": 2, "choose": "model", "model": "judge"})
+            ranked = rank_replicas(session.session_id, [replica_at(judge.url) for judge in judges.values()])
+            first, second = (judges[replica.name] for replica in ranked)
+            first.stop()
+            assert session.ask("q").choices[0].message.content == "reply 1"
+            assert (len(first.generations), len(second.generations)) == (0, 1)
 
 
 @pytest.mark.parametrize("answer", [7, {"choice": "first"}, {"best": 0}, []])

@@ -112,7 +112,8 @@ def _check_engine(kept: Mapping[str, Kept], made: Sequence[Generation], checked:
 def _check_record(call: dict[str, Any], generation: Generation) -> None:
     said, prompt_ids = generation.sampled[0], generation.prompt_ids
     ids, whole = call["completion_ids"], call["finish_reason"] != "abort"
-    assert call["status"] == "finished" or not whole, f"a whole reply is not recorded as such: {call}"
+    # One that ends while it is interpreted, and whose harness has gone by then, keeps its tokens and is not trained (_check_accounting).
+    assert call["status"] in ("finished", "failed") or not whole, f"a whole reply is recorded as {call['status']}: {call}"
     assert call["prompt_ids"] == prompt_ids, f"call {call['call_id']} has another prompt"
     assert ids == (said if whole else said[: len(ids)]), f"call {call['call_id']} has other tokens"
     assert np.array_equal(np.float32(call["logprobs"]), np.float32(logprobs_of(prompt_ids, ids)))
@@ -161,6 +162,9 @@ def _check_accounting(kept: Mapping[str, Kept], checked: Checked) -> None:
             assert call["status"] != "in_flight", f"call {call['call_id']} of a closed session is under way"
             if call["status"] == "dangling":
                 assert refused[call["call_id"]]["reason"] == "dangling", f"call {call['call_id']} is not quarantined"
+            elif call["status"] == "failed" and call["finish_reason"] != "abort":
+                assert refused[call["call_id"]]["reason"] == "not_answered", f"call {call['call_id']} was told to nobody: {call}"
+                assert not call["delivered"], f"call {call['call_id']} failed, and was told: {call}"
         checked.quarantined.update(item["reason"] for item in refused.values())
 
 
