@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/installed-$(ENGINE)
 WORKERS ?= 2
 # Command-line agents for the tests: those of npm in one folder, those of PyPI in an environment each.
 HARNESSES := .cache/harnesses
-HARNESS_STAMPS := $(addsuffix /installed,$(addprefix $(HARNESSES)/,npm mini-swe-agent aider gptme llm))
+HARNESS_STAMPS := $(addsuffix /installed,$(addprefix $(HARNESSES)/,npm mini-swe-agent aider gptme llm browser-use))
 # Dependencies as of one day. The second try bypasses caches, which may not know a version yet that another package asks for.
 NPM_INSTALL := npm install --before=2026-11-20 --ignore-scripts --no-package-lock --no-audit --no-fund --loglevel=error
 # A small pretrained model, from the index of Python packages, and what reads its file.
