@@ -1,9 +1,10 @@
-"""A fork on a real vLLM: what is sampled from the pivot has the logprobs of its row, of which the replayed part is context."""
+"""A real vLLM behind forks and lookahead: what is sampled from a pivot, and what a chooser picks, has the logprobs of its row."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import openai
@@ -61,3 +62,25 @@ def test_what_a_fork_samples_follows_what_its_origin_sampled(serving: Serving, t
         assert answer["accounting"]["exported_tokens"] == sum(sum(row["loss_mask"]) for row in answer["trajectories"]) == own
         assert answer["accounting"]["replayed_tokens"] == sum(len(call["completion_ids"]) for call in calls[:2])
         assert_true([row_of(row) for row in answer["trajectories"]], tiny_model)
+
+
+def test_the_most_probable_of_real_candidates_is_what_the_next_call_continues(serving: Serving, tiny_model: Path) -> None:
+    created = serving.request("POST", "/sessions", json={"lookahead": {"n": 3, "choose": "logprob"}}).json()
+    said = converse(created)
+    calls = serving.request("GET", f"/sessions/{created['session_id']}/calls").json()["calls"]
+    assert len(calls) == 3 * len(QUESTIONS)
+    chosen, parent_id = [], None
+    for number, text in enumerate(said):
+        candidates = calls[3 * number : 3 * number + 3]
+        best = max(candidates, key=lambda call: mean(call["logprobs"]))
+        assert [call["lookahead"] for call in candidates] == ["chosen", "not_chosen", "not_chosen"]
+        assert len({tuple(call["completion_ids"]) for call in candidates}) == 3
+        assert (candidates[0], best["reply"]["content"]) == (best, text)
+        assert {call["parent_id"] for call in candidates} == {parent_id}
+        chosen, parent_id = [*chosen, best], best["call_id"]
+    answer = serving.request("GET", f"/sessions/{created['session_id']}/trajectories").json()
+    assert balanced(answer["accounting"])
+    assert answer["accounting"]["exported_tokens"] == sum(len(call["completion_ids"]) for call in chosen)
+    rows = [row_of(row) for row in answer["trajectories"]]
+    assert [call_id for row in rows for call_id in row.call_ids] == [call["call_id"] for call in chosen]
+    assert_true(rows, tiny_model)
