@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 
 from proxy import rows
-from proxy.api.archive import intents_as_wire
+from proxy.api.archive import intents_as_wire, list_images
 from proxy.api.closing import CLOSED, delete_session
 from proxy.api.sessions import session_as_wire
 from proxy.archive.folder import ArchiveError, ArchiveWriter, FolderBusy, KnownSessions
@@ -211,18 +211,17 @@ class Retention:
 async def collect(services: Services, state: SessionState, builder: str = "merged") -> ArchivedSession:
     """The closed session with everything an archive holds. If its records contradict each other it has no trajectories, but a `problem`."""
     session_id = state.info.session_id
-    records, delivered, intents, log_text, images = await asyncio.gather(
+    records, delivered, intents, log_text = await asyncio.gather(
         services.archive.load_named_records(session_id, 0, -1),
         services.sessions.load_delivered(session_id),
         services.sessions.load_intents(session_id),
         services.sessions.load_log(session_id),
-        services.media.sizes(session_id, state.info.created_at),
     )
-    media = await services.media.load(images)
+    plain = [record for _, record in records]
+    media = await services.media.load(await list_images(services, state.info, plain))
     whole = ArchivedSession(
         session_as_wire(state), records, sorted(delivered), intents_as_wire(intents), log=log_text, media=media
     )
-    plain = [record for _, record in records]
     try:
         built = await asyncio.to_thread(rows.build_rows, services.settings, state, plain, intents, delivered, builder)
     except ReconstructError as error:

@@ -6,6 +6,7 @@ Both use msgpack, since records are bytes. A session's key is never exported: no
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
@@ -26,9 +27,10 @@ from proxy.api.requests import (
 )
 from proxy.api.sessions import LOG_CHARACTERS, session_as_wire, session_from_wire
 from proxy.auth import SESSION_ID
+from proxy.call.recording import images_of
 from proxy.errors import Conflict, RequestError
 from proxy.services import Services
-from proxy.store.states import Intent, SessionState
+from proxy.store.states import Intent, SessionInfo, SessionState
 from reconstruct.codec import decode
 from reconstruct.errors import DecodeError
 
@@ -81,10 +83,11 @@ async def export_records(
     )
     following = start + len(named)
     next_start = following if following < state.calls else None
-    log, images = "", {}
+    log, images = "", set[str]()
     if next_start is None:
         log = await services.sessions.load_log(session_id)
-        images = await services.media.sizes(session_id, state.info.created_at)
+        every = () if state.info.replay is None else await services.sessions.load_records(session_id, 0, -1)
+        images = await list_images(services, state.info, every)
     return encode_response(part_as_wire(state, delivered, intents, named, next_start, log, images), Form.MSGPACK)
 
 
@@ -132,6 +135,16 @@ def part_as_wire(
         "log": log,
         "media": sorted(images),
     }
+
+
+async def list_images(services: Services, info: SessionInfo, records: Iterable[bytes]) -> set[str]:
+    """The digests of the session's images, `records` being all of its calls: a fork refers to none of those that it replays."""
+    images = set(await services.media.sizes(info.session_id, info.created_at))
+    if info.replay is not None:
+        for record in records:
+            with contextlib.suppress(DecodeError):
+                images.update(images_of(decode(record)))
+    return images
 
 
 def intents_as_wire(intents: Sequence[Intent]) -> list[dict[str, Any]]:

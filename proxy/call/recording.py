@@ -79,7 +79,7 @@ class Recording:
         self.refused: Mapping[str, str] = settled.refused
         self.sessions = frozenset(call.session_id for call in calls.values())
         self.size_bytes = sum(call.size_bytes for call in calls.values())
-        self.images = frozenset(digest for call in calls.values() for digest in _images(call))
+        self.images = frozenset(digest for call in calls.values() for digest in images_of(call))
         self.requests: list[RecordedRequest] = []
         self.pivot: RecordedRequest | None = None
         self._asked: dict[bytes, list[RecordedRequest]] = {}
@@ -131,7 +131,7 @@ def _request_of(call: Call) -> tuple[object, ...]:
     return call.node.parent_id, call.fingerprint, call.root_key, call.digest, call.started_at
 
 
-def _images(call: Call) -> Iterator[str]:
+def images_of(call: Call) -> Iterator[str]:
     """The digests of the images in the call's own messages."""
     if b'"image"' in call.messages:
         for message in json.loads(call.messages):

@@ -162,9 +162,9 @@ def walked(service: RunningService, seed: int) -> str:
     return session.session_id
 
 
-def pictured(service: RunningService, *images: bytes) -> Session:
+def pictured(service: RunningService, *images: bytes, **fields: Any) -> Session:
     """A closed session that showed the model these images, one a turn."""
-    session = service.session()
+    session = service.session(**fields)
     history: list[Any] = []
     for data in images:
         history.append({"role": "user", "content": [{"type": "image_url", "image_url": {"url": url_of(data)}}]})
@@ -528,6 +528,22 @@ def test_an_image_is_in_a_folder_once_whatever_sessions_have_it(
             assert second.request("DELETE", f"/sessions/{session_id}").status_code == 204
         with other_redis.client() as client:
             assert not client.keys("vb:{m:*")
+
+
+def test_a_fork_that_samples_nothing_is_exported_with_the_images_that_it_replayed(
+    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
+) -> None:
+    red, blue = picture("red"), picture("blue")
+    origin = pictured(service, red, blue)
+    replay = {"session_id": origin.session_id, "on_divergence": "fail"}
+    fork = pictured(service, red, blue, replay=replay, group_id="forked")
+    assert fork.trajectories()[1]["sampled_tokens"] == 0
+    export(service, tmp_path, "--group", "forked")
+    with elsewhere(engine, other_redis) as second:
+        imported(second, tmp_path)
+        for data in (red, blue):
+            digest = hashlib.sha256(data).hexdigest()
+            assert second.request("GET", f"/sessions/{fork.session_id}/media/{digest}").content == data
 
 
 def test_an_image_that_is_not_what_its_digest_says_is_not_restored(
