@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import random
 import struct
 import subprocess
 import sys
@@ -25,7 +26,9 @@ from tests.support.service.running_service import RunningService, Session
 from tests.support.service.verbatim_process import ADMIN, TRAINER
 
 RED, BLUE, WIDE = picture("red"), picture("blue"), picture("green", (64, 16))
+SHOTS = (RED, BLUE, WIDE, picture("white"))
 PIXELS = 64 * 64
+BASE64_OF_URLS = str.maketrans("+/", "-_")
 
 
 @pytest.fixture(scope="module")
@@ -258,18 +261,7 @@ def test_an_image_in_a_tool_result_of_any_dialect_is_placed(session: Session, di
 def test_the_same_bytes_in_any_form_are_one_image(engine: ScriptedEngine, session: Session, store: redis.Redis) -> None:
     """Another base64, another declared type, another dialect's form, and the digest that names it."""
     session = session_of(session)
-    text = base64.b64encode(RED).decode()
-    forms = [
-        image(RED),
-        image(RED, "image/jpeg"),
-        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text[:40]}%0A{text[40:]}", "detail": "low"}},
-        {
-            "type": "image_url",
-            "image_url": {"url": f"data:image/png;base64,{text.translate(str.maketrans('+/', '-_')).rstrip('=')}"},
-        },
-        {"type": "image_url", "image_url": {"url": f"sha256:{digest(RED)}"}},
-    ]
-    for form in forms:
+    for form in [*forms_of(RED), {"type": "image_url", "image_url": {"url": f"sha256:{digest(RED)}"}}]:
         session.answer([user(form, "see")])
     for path, body in requests_of(RED).values():
         assert post(session, path, body).status_code == 200
@@ -315,6 +307,92 @@ def test_a_sliding_window_of_screenshots_branches_and_stores_no_image_twice(
     assert [len(row["media"]) for row in rows] == [2, 2] and accounting["complete"]
     # No record repeats an image's bytes.
     assert sum(map(len, store.lrange(f"vb:{{s:{session.session_id}}}:calls", 0, -1))) < 5000
+
+
+def forms_of(data: bytes) -> list[dict[str, Any]]:
+    """Ways to send the same image."""
+    text = base64.b64encode(data).decode()
+    return [
+        image(data),
+        image(data, "image/jpeg"),
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text[:40]}%0A{text[40:]}", "detail": "low"}},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text.translate(BASE64_OF_URLS).rstrip('=')}"}},
+    ]
+
+
+class PictureTalk:
+    """A harness that talks about images and does with its history what it likes: it sends old images in another form, exchanges one, or
+    leaves one out. `said` is the history as it means it: the text, and the images that each message shows."""
+
+    def __init__(self, seed: int, session: Session) -> None:
+        self._dice = random.Random(seed)
+        self._session = session
+        self.said: list[tuple[Any, ...]] = []
+        self.asked: list[list[tuple[Any, ...]]] = []
+        """The history of each call, with its reply."""
+
+    def ask(self, turn: int) -> None:
+        shown = [self._dice.choice(SHOTS) for _ in range(self._dice.choice((0, 1, 1, 2)))]
+        self.said.append(("user", f"turn {turn}", *shown))
+        if self._dice.random() < 0.4:
+            self._edit()
+        while len(self.images) > 4:
+            self._leave_out()
+        message = self._session.answer([self._send(*message) for message in self.said])
+        self.said.append(("assistant", message["content"]))
+        self.asked.append(list(self.said))
+
+    @property
+    def images(self) -> list[bytes]:
+        return [data for _, _, *shown in self.said for data in shown]
+
+    def _edit(self) -> None:
+        at = self._dice.randrange(len(self.said))
+        role, text, *shown = self.said[at]
+        if shown:
+            shown[self._dice.randrange(len(shown))] = self._dice.choice(SHOTS)
+            self.said[at] = (role, text, *shown)
+
+    def _leave_out(self) -> None:
+        at = next(at for at, (_, _, *shown) in enumerate(self.said) if shown)
+        self.said[at] = (*self.said[at][:2], *self.said[at][3:])
+
+    def _send(self, role: str, text: str, *shown: bytes) -> dict[str, Any]:
+        return user(text, *(self._dice.choice(forms_of(data)) for data in shown)) if role == "user" else turn_of(text)
+
+
+def turn_of(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_a_harness_does_with_its_images_every_call_has_those_that_the_model_saw(
+    engine: ScriptedEngine, session: Session, store: redis.Redis, seed: int
+) -> None:
+    session = session_of(session)
+    talk, before = PictureTalk(seed, session), len(engine.generations)
+    for turn in range(7):
+        talk.ask(turn)
+    calls = session.calls
+    for call, made, asked in zip(calls, engine.generations[before:], talk.asked, strict=True):
+        assert call["prompt_ids"] == made.prompt_ids
+        assert [(each["start"], each["length"]) for each in call["media"]] == [
+            (place["offset"], place["length"]) for place in made.placeholders
+        ]
+        shown = [data for _, _, *shown in asked for data in shown]
+        assert [each["digest"] for each in call["media"]] == [digest(data) for data in shown]
+        # It goes on from the longest history that it begins with, and from none that shows another image.
+        known = [(len(old), other["call_id"]) for old, other in zip(talk.asked, calls, strict=True) if old == asked[: len(old)]]
+        longer = [call_id for length, call_id in sorted(known) if length < len(asked)]
+        assert call["parent_id"] == (longer[-1] if longer else None)
+    rows, accounting = session.trajectories()
+    assert accounting["complete"] and accounting["quarantined"] == []
+    assert accounting["exported_tokens"] == sum(sum(row["loss_mask"]) for row in rows) == accounting["sampled_tokens"]
+    by_id = {call["call_id"]: call for call in calls}
+    for row in rows:
+        assert row["media"] == by_id[row["call_ids"][-1]]["media"]
+        assert not any(any(row["loss_mask"][each["start"] : each["start"] + each["length"]]) for each in row["media"])
+    assert kept(store) == {digest(data) for asked in talk.asked for _, _, *shown in asked for data in shown}
 
 
 def test_an_image_goes_with_the_last_session_that_refers_to_it(
