@@ -150,7 +150,8 @@ def one_step(
             continue
         optimizer.zero_grad()
         for tree in trees:
-            for name, value in accumulate(model, tree.to(model.device), sampled, recipe).items():
+            tree = tree.to(model.device)
+            for name, value in accumulate(model, tree, sampled, recipe, tree.advantages[tree.segment_index]).items():
                 sums[name] += value
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_gradient)
         optimizer.step()
@@ -185,12 +186,12 @@ def predict(model: Any, tree: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return logits.float().log_softmax(-1), place
 
 
-def accumulate(model: Any, tree: Any, sampled: int, recipe: Recipe) -> dict[str, float]:
-    """Add the gradient of the clipped objective, its tokens weighted 1/`sampled`; sums over this tree's trained tokens."""
+def accumulate(model: Any, tree: Any, sampled: int, recipe: Recipe, advantages: torch.Tensor) -> dict[str, float]:
+    """Add the gradient of the clipped objective, its tokens weighted 1/`sampled`; sums over this tree's trained tokens, whose
+    `advantages` are of shape (trained,)."""
     logprobs, place = predict(model, tree)
     chosen = logprobs[place, tree.token_ids[tree.trained_index]]
     ratio = (chosen - tree.inference_logprobs).exp()
-    advantages = tree.advantages[tree.segment_index]
     clipped = ratio.clamp(1 - recipe.clip_low, 1 + recipe.clip_high)
     objective = torch.minimum(ratio * advantages, clipped * advantages)
     entropy = -(logprobs.exp() * logprobs).sum(-1)[place]

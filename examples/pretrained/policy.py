@@ -75,7 +75,8 @@ class Policy:
             sampled = sum(len(tree.trained_index) for tree in trees)
             self._optimizer.zero_grad()
             for tree in trees:
-                for name, value in accumulate(self.model, tree, sampled, self._recipe).items():
+                advantages = tree.advantages[tree.segment_index]
+                for name, value in accumulate(self.model, tree, sampled, self._recipe, advantages).items():
                     sums[name] += value
             self._step()
             tokens += sampled

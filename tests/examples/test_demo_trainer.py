@@ -50,7 +50,7 @@ def row(model: Any, name: str, sampled: list[int], reward: float, shift: float =
 def gradients(model: Any, batch: Batch) -> torch.Tensor:
     model.zero_grad()
     (tree,) = batch.tree(100, advantages=batch.advantages(grpo), framework="torch")
-    accumulate(model, tree, len(tree.trained_index), RECIPE)
+    accumulate(model, tree, len(tree.trained_index), RECIPE, tree.advantages[tree.segment_index])
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
@@ -100,7 +100,7 @@ def test_the_gradient_does_not_depend_on_how_rows_are_put_together(model: Any) -
     model.zero_grad()
     for index in (0, 1):
         (tree,) = batch.tree(100, rows=[index], advantages=batch.advantages(grpo), framework="torch")
-        accumulate(model, tree, 6, RECIPE)
+        accumulate(model, tree, 6, RECIPE, tree.advantages[tree.segment_index])
     apart = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     assert torch.allclose(together, apart, atol=1e-6)
 
@@ -111,7 +111,7 @@ def test_the_gradient_is_that_of_the_objective_on_each_row_alone(model: Any) -> 
     advantages, recipe = batch.advantages(grpo), replace(RECIPE, entropy_bonus=0.5)
     (tree,) = batch.tree(100, advantages=advantages, framework="torch")
     assert len(tree.token_ids) == 7
-    accumulate(model, tree, 5, recipe)
+    accumulate(model, tree, 5, recipe, tree.advantages[tree.segment_index])
     ours = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     model.zero_grad()
     for each, advantage in zip(batch.rows, advantages.tolist(), strict=True):

@@ -62,7 +62,7 @@ def test_the_gradient_on_trees_is_the_sum_of_those_on_single_rows(token_budget: 
     advantages = batch.advantages(grpo)
     trees = [batch.tree(100, rows=[at], advantages=advantages, framework="torch")[0] for at in range(len(batch))]
     sampled = sum(len(tree.trained_index) for tree in trees)
-    loss = sum(accumulate(single, tree, sampled, recipe)["loss"] for tree in trees)
+    loss = sum(accumulate(single, tree, sampled, recipe, tree.advantages[tree.segment_index])["loss"] for tree in trees)
     learned = policy.reinforce(batch, advantages, random.Random(0))
     assert learned["loss"] == pytest.approx(loss / sampled, abs=1e-6)
     assert (learned["learned_groups"], learned["learned_tokens"]) == (1, sampled)

@@ -1,0 +1,150 @@
+"""What forks at pivots are worth: `python -m examples.pivots.compare`, which needs bubblewrap.
+
+The corridor is learned through tasks twice for each seed, from the same weights: by GRPO with `--rollouts` of each task, and with half as
+many, each of which is taken back to its most uncertain call and forked there. What the two have cost the engine by each step is counted in
+sampled tokens, which a fork's replayed calls are not. Left are both arms' steps and a picture of reward against tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from examples.demo.demo import make_demo_model
+from examples.demo.driver import Service
+from examples.demo.fleet import serving, trainer, unless_one_ends
+from examples.demo.plan import Plan
+from examples.demo.screen import Screen
+from examples.tasks_loop.loop import Parts, node
+
+SAMPLES = 2
+"""Forks of each pivot."""
+MODULE = "examples.pivots.trainer"
+LAST = 3
+"""Steps that are averaged."""
+
+
+async def run_arm(plan: Plan, samples: int, screen: Screen) -> list[dict[str, Any]]:
+    """The steps of one arm. Raises ChildDied when a process does not last."""
+    async with contextlib.AsyncExitStack() as stack:
+        served = await stack.enter_async_context(serving(plan))
+        service = await stack.enter_async_context(contextlib.aclosing(Service(served.url, served.admin_token)))
+        with screen.phase("vLLM and the service start"):
+            await unless_one_ends(service.wait_until_ready(1), *(child.finished() for child in served.children))
+        rollouts = await stack.enter_async_context(node(Parts([]), plan, served))
+        words = ["--rollouts", str(plan.rollouts), "--samples", str(samples)]
+        env = {"VERBATIM_ADMIN_TOKEN": served.admin_token}
+        learning = await stack.enter_async_context(trainer(plan, served, MODULE, *words, env=env))
+        others = (child.finished() for child in [*served.children, rollouts])
+        with screen.phase(f"{plan.steps} steps, {'with forks' if samples else 'GRPO'}"):
+            await unless_one_ends(learning.finished(), *others)
+    return [json.loads(line) for line in plan.trainer_log.read_text().splitlines()]
+
+
+def spent_at(steps: Sequence[dict[str, Any]]) -> list[int]:
+    """The tokens that had been sampled before each step: its rewards are those of what was learned by then."""
+    return [0, *accumulate(step["sampled_tokens"] for step in steps)][:-1]
+
+
+def reward_at(steps: Sequence[dict[str, Any]], tokens: int) -> float:
+    """The mean reward of the last steps that began before so many tokens were sampled."""
+    begun = [step["reward"] for step, spent in zip(steps, spent_at(steps), strict=True) if spent < tokens]
+    return sum(begun[-LAST:]) / len(begun[-LAST:])
+
+
+def draw(path: Path, arms: dict[str, list[dict[str, Any]]]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), dpi=150, layout="constrained")
+    for name, steps in arms.items():
+        colour = "tab:orange" if name.startswith("forks") else "tab:blue"
+        axes.plot(spent_at(steps), [step["reward"] for step in steps], color=colour, alpha=0.8, label=name)
+    axes.set(xlabel="tokens sampled", ylabel="reward of the rollouts", ylim=(0, 1.03))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def show(console: Console, arms: dict[str, list[dict[str, Any]]]) -> None:
+    """Reward at quarters of the tokens that every arm has spent."""
+    least = min(sum(step["sampled_tokens"] for step in steps) for steps in arms.values())
+    table = Table("arm", *(f"{least * part // 4:,} tokens" for part in range(1, 5)), title="Reward by tokens sampled")
+    for name, steps in arms.items():
+        table.add_row(name, *(f"{reward_at(steps, least * part // 4):.3f}" for part in range(1, 5)))
+    console.print(table)
+
+
+async def compare(
+    out: Path, model: Path | None, steps: int, groups: int, rollouts: int, rate: float, seeds: int, console: Console
+) -> None:
+    arms: dict[str, list[dict[str, Any]]] = {}
+    with Screen(console, steps) as screen:
+        for seed in range(seeds):
+            made = model or out / f"seed-{seed}" / "grpo" / "model"
+            for name, count, samples in (("grpo", rollouts, 0), ("forks", max(1, rollouts // 2), SAMPLES)):
+                plan = Plan(
+                    model=None if model is None and name == "grpo" else str(made),
+                    out=out / f"seed-{seed}" / name,
+                    steps=steps,
+                    seed=seed,
+                    push=True,
+                    groups=groups,
+                    rollouts=count,
+                    learning_rate=rate,
+                    thinking=True,
+                    replicas=1,
+                    asynchronous=False,
+                    max_staleness=0,
+                )
+                plan.empty_out()
+                if plan.model is None:
+                    with screen.phase("a tiny model is made") as phase:
+                        await asyncio.to_thread(make_demo_model, plan, phase)
+                arms[f"{name}, seed {seed}"] = await run_arm(plan, samples, screen)
+    draw(out / "reward.png", arms)
+    show(console, arms)
+
+
+def main(
+    steps: Annotated[int, typer.Option(min=2, help="Training steps of each arm.")] = 16,
+    groups: Annotated[int, typer.Option(min=1, help="Tasks per step.")] = 8,
+    rollouts: Annotated[int, typer.Option(min=2, help="Rollouts per task of GRPO.")] = 4,
+    learning_rate: Annotated[float, typer.Option()] = 5e-4,
+    seeds: Annotated[int, typer.Option(min=1)] = 2,
+    model: Annotated[
+        Path | None, typer.Option(help="The folder `model` of a run to begin with. Default: one is made for each seed.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where everything is left.")] = Path("demo-out-pivots"),
+) -> None:
+    """Compare them. Exit code 0: all arms came to their end; 1: a part failed; 130: interrupted."""
+    console = Console()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        asyncio.run(compare(out.resolve(), model and model.resolve(), steps, groups, rollouts, learning_rate, seeds, console))
+    except KeyboardInterrupt:
+        console.print("Interrupted; everything that was started has been ended.")
+        sys.exit(130)
+    except (RuntimeError, OSError, httpx.HTTPError) as error:
+        console.print(f"[red]It stopped:[/red] {error}", markup=True, soft_wrap=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,138 @@
+"""The trainer of one arm of `examples.pivots.compare`: GRPO, or credit from forks at pivots.
+
+A step leases the rollouts of its tasks. With `--samples` each of them is then taken back to the call whose entropy rose most above that of
+its first, and from there so many forks are sampled and leased; every turn gets the advantage that the values of its states say
+(`trainer_client.advantages.vine`). Without, all turns of a rollout get GRPO's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from transformers import AutoModelForCausalLM
+
+from examples.demo.environment import corridors
+from examples.demo.trainer import Log, MaxStaleness, ModelDir, Recipe, Url, WeightsDir, accumulate, leased, write
+from examples.tasks_loop.tasks import task, task_id
+from examples.tasks_loop.trainer import Tasks, connected
+from trainer_client.advantages import find_uncertain, grpo, mean_entropy, turns_of, vine
+from trainer_client.batch import Batch
+
+FIRST_TOKENS = 20
+"""Of a reply, over which its entropy is taken."""
+
+Credit = Callable[[Any], torch.Tensor]
+"""The advantages of a tree's trained tokens."""
+
+
+def find_pivots(batch: Batch) -> list[tuple[int, str]]:
+    """The row and the id of the call at which each rollout is worth taking up again; none for one that grew no less certain."""
+    turns = turns_of(batch.rows)
+    logprobs = (batch.rows[row].logprobs[start:end] for row, start, end in zip(turns.row, turns.start, turns.end, strict=True))
+    entropy = mean_entropy(logprobs, first=FIRST_TOKENS)
+    chosen = find_uncertain(entropy, batch.columns.rollout_index[turns.row])
+    return [(int(row), batch.rows[row].call_ids[turns.number[at]]) for at, row in zip(chosen, turns.row[chosen], strict=True)]
+
+
+def make_forks(batch: Batch, bodies: Mapping[str, Mapping[str, Any]], samples: int) -> list[dict[str, Any]]:
+    """A task for each pivot: that of the rollout, replayed as far as the pivot."""
+    forks = []
+    for number, (row, call_id) in enumerate(find_pivots(batch)):
+        origin = batch.rows[row]
+        fork = {"session_id": origin.session_id, "until": call_id, "on_divergence": "fail"}
+        body = bodies[batch.groups[int(batch.columns.group_index[row])].group_id]
+        forks.append({**body, "task_id": f"{body['task_id']}-fork-{number}", "num_samples": samples, "fork": fork})
+    return forks
+
+
+def credit_rollouts(batch: Batch) -> Credit:
+    advantages = torch.from_numpy(np.asarray(batch.advantages(grpo), dtype=np.float32))
+    return lambda tree: advantages[torch.as_tensor(tree.row_index)][tree.segment_index]
+
+
+def credit_turns(batch: Batch) -> Credit:
+    """Of the size that GRPO's have."""
+    columns, turns = batch.columns, turns_of(batch.rows)
+    credit = vine(columns.rewards, columns.group_index, columns.rollout_index, turns, batch.rows).advantages
+    scaled = credit / (credit.std() + 1e-6)
+    return lambda tree: torch.from_numpy(turns.lay_out(scaled, tree))
+
+
+class Learner:
+    def __init__(self, model_dir: str, seed: int, recipe: Recipe) -> None:
+        torch.manual_seed(seed)
+        self._recipe = recipe
+        self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+
+    def learn(self, batch: Batch, credit: Credit) -> None:
+        for rows in torch.randperm(len(batch)).chunk(self._recipe.minibatches):
+            trees = batch.tree(self._recipe.token_budget, rows=rows.tolist(), framework="torch")
+            sampled = sum(len(tree.trained_index) for tree in trees)
+            if not sampled:
+                continue
+            self._optimizer.zero_grad()
+            for tree in trees:
+                accumulate(self._model, tree, sampled, self._recipe, credit(tree))
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._recipe.max_gradient)
+            self._optimizer.step()
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return dict(self._model.state_dict())
+
+
+def count_tokens(batches: Sequence[Batch]) -> dict[str, int]:
+    sessions = [session for batch in batches for group in batch.groups for session in group.sessions]
+    return {
+        "sampled_tokens": sum(session.sampled_tokens for session in sessions),
+        "exported_tokens": sum(session.exported_tokens for session in sessions),
+    }
+
+
+def train(
+    url: Url,
+    model_dir: ModelDir,
+    weights_dir: WeightsDir,
+    log: Log,
+    steps: Annotated[int, typer.Option()],
+    groups: Annotated[int, typer.Option(help="Tasks per step.")],
+    rollouts: Annotated[int, typer.Option(help="Rollouts per task.")],
+    learning_rate: Annotated[float, typer.Option()],
+    samples: Annotated[int, typer.Option(help="Forks of each rollout; 0: GRPO.")] = 0,
+    max_staleness: MaxStaleness = 0,
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Train for `steps` steps. The tokens are read from VERBATIM_ADMIN_TOKEN, for the tasks, and VERBATIM_TRAINER_TOKEN."""
+    learner, doors = Learner(model_dir, seed, Recipe(learning_rate)), corridors(random.Random(seed))
+    with connected(url) as (admin, client):
+        for step in range(1, steps + 1):
+            bodies = {name: task(name, next(doors), rollouts) for name in (task_id(step, number) for number in range(groups))}
+            with contextlib.ExitStack() as leases:
+
+                def gather(made: Sequence[Mapping[str, Any]], step: int = step, leases: Any = leases) -> Batch:
+                    tasks = Tasks(admin, lambda _: made)
+                    tasks.submit(step)
+                    return leases.enter_context(leased(client, len(made), max_staleness, waiting=partial(tasks.check, step)))
+
+                batches = [gather([*bodies.values()])]
+                rewards = batches[0].columns.rewards
+                if samples and (forks := make_forks(batches[0], bodies, samples)):
+                    batches.append(gather(forks))
+                batch = Batch.join(batches)
+                learner.learn(batch, credit_turns(batch) if samples else credit_rollouts(batch))
+                client.publish(learner.weights(), step, directory=weights_dir)
+            counted = {"rollouts": len(rewards), "forks": len(batch) - len(rewards), **count_tokens(batches)}
+            write(log, {"step": step, "reward": float(np.mean(rewards)), **counted})
+
+
+if __name__ == "__main__":
+    typer.run(train)
