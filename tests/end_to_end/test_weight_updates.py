@@ -66,7 +66,7 @@ async def service(vllm_url: str, weights: WeightStore) -> AsyncIterator[Service]
 async def pushed(service: Service, path: Path, **how: Any) -> int:
     version = await service.next_version()
     answer = await service.updater.push(version, str(path), **how)
-    assert answer["applied"], answer
+    assert answer["applied"], json.dumps(answer)
     return version
 
 
