@@ -143,8 +143,10 @@ def check_partly_replayed(plain: Played, stage: Stage) -> None:
     def turns(prompt: str) -> int:
         return prompt.count("<|im_start|>assistant")
 
+    places = [turns(generation.prompt) for generation in plain.generations]
+
     def step_at(prompt: str) -> Step:
-        return steps[turns(prompt) - turns(plain.generations[0].prompt)]
+        return steps[places.index(turns(prompt))]
 
     forked = stage.fork(plain, [step_at] * len(steps), "plain")
     assert forked.ended.exit_code == 0, str(forked.ended)
