@@ -156,8 +156,9 @@ def check_partly_replayed(plain: Played, stage: Stage) -> None:
     assert replayed == [call["call_id"] for call in plain.calls][: len(replayed)]
     assert len(replayed) + len(sampled) == len(forked.calls) == len(plain.calls)
     assert len(sampled) == len(forked.generations) > 0
-    told = {call["replay"] for call in sampled if call in forked.main_calls}
-    assert told <= {"pivot", "diverged"} and (told == {"pivot"}) == (len(sampled) == 1), told
+    first, *others = [call["replay"] for call in sampled]
+    # What goes on from a sampled reply is not held against the record.
+    assert first in ("pivot", "diverged") and {*others} <= {"diverged", None}
     assert forked.accounting["sampled_tokens"] == sum(len(call["completion_ids"]) for call in sampled)
 
 
