@@ -201,7 +201,7 @@ $(HARNESSES)/npm/installed: tests/harnesses/package.json
 	cd $(@D)/node_modules/@anthropic-ai/claude-code && node install.cjs
 	@touch $@
 
-# Compiled at once, by all cores: a sandbox sees the environment and cannot write into it, and litellm alone takes six seconds to compile.
+# Compiled by all cores at once: a sandbox cannot write into the environment, and would compile litellm, six seconds of CPU, at every start.
 $(HARNESSES)/%/installed: tests/harnesses/%.txt
 	@echo "installing $* into $(@D): up to 0.7 GB, once"
 	@$(PYTHON) -m venv --clear $(@D)

@@ -17,7 +17,7 @@ import redis
 
 from benchmarks.processes import Parts, cpu_seconds, request, running
 from benchmarks.results import Grid, main, number, progress
-from benchmarks.sessions import Harness
+from benchmarks.sessions import Harness, stored_bytes
 
 LENGTHS = (10, 50, 200)
 QUICK = (3,)
@@ -64,14 +64,9 @@ def _walk(parts: Parts, length: int, fields: dict[str, Any]) -> tuple[Walked, st
     request(parts.url, "POST", f"/sessions/{session_id}/close", {"status": "completed", "reward": 1.0})
     accounting = request(parts.url, "GET", f"/sessions/{session_id}/trajectories")["accounting"]
     assert bool(accounting["sampled_tokens"]) != bool(fields), "a fork samples nothing of what is recorded"
-    return Walked(*(value / length for value in (*spent, _stored(parts.redis_port, session_id)))), session_id
-
-
-def _stored(port: int, session_id: str) -> int:
-    """Bytes of the session's keys in Redis, by MEMORY USAGE of every element."""
-    with redis.Redis(port=port, single_connection_client=True, protocol=2) as client:
-        names = client.scan_iter(match=f"*{{s:{session_id}}}*", count=1000)
-        return sum(client.memory_usage(name, samples=0) or 0 for name in names)
+    with redis.Redis(port=parts.redis_port, single_connection_client=True, protocol=2) as client:
+        size = stored_bytes(client, session_id)
+    return Walked(*(value / length for value in (*spent, size))), session_id
 
 
 def run(quick: bool) -> dict[str, Any]:

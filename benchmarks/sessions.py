@@ -135,11 +135,15 @@ class Harness:
 
 
 def recorded(port: int, session_id: str) -> tuple[list[Call], int]:
-    """The session's records, and the bytes of all its keys in Redis, by MEMORY USAGE of every element."""
+    """The session's records, and the bytes of all its keys in Redis."""
     with redis.Redis(port=port, single_connection_client=True, protocol=2) as client:
-        names = list(client.scan_iter(match=f"*{{s:{session_id}}}*", count=1000))
-        size = sum(client.memory_usage(name, samples=0) or 0 for name in names)
-        return [decode(record) for record in client.lrange(keys.calls(session_id), 0, -1)], size
+        return [decode(record) for record in client.lrange(keys.calls(session_id), 0, -1)], stored_bytes(client, session_id)
+
+
+def stored_bytes(client: redis.Redis, session_id: str) -> int:
+    """Of all the session's keys, by MEMORY USAGE of every element."""
+    names = client.scan_iter(match=f"*{{s:{session_id}}}*", count=1000)
+    return sum(client.memory_usage(name, samples=0) or 0 for name in names)
 
 
 def run(quick: bool) -> dict[str, Any]:
