@@ -1,4 +1,4 @@
-"""The acceptance table: how many of the attempts that `verbatim generate` made its rule accepted, by kind of task and agent.
+"""The acceptance table: how many of the attempts that `verbatim generate` made were rewarded, by kind of task and agent.
 
 python -m examples.pretrained.acceptance demo-out-smollm2-pi/demonstrations
 """
@@ -19,11 +19,11 @@ ALL = "all"
 
 
 def count_attempts(lines: Iterable[Mapping[str, Any]]) -> Mapping[tuple[str, str], Counter[str]]:
-    """`attempts`, `accepted` and `failed` by kind and agent; ALL stands for all kinds. `failed` attempts have no reward."""
+    """`attempts`, `solved` and `failed` by kind and agent; ALL stands for all kinds. `failed` attempts have no reward."""
     counts: dict[tuple[str, str], Counter[str]] = {}
     for line in lines:
         told = line["metadata"]
-        found = {"attempts": 1, "accepted": int(line["accepted"]), "failed": int(line["failure"] is not None)}
+        found = {"attempts": 1, "solved": int((line["reward"] or 0) > 0), "failed": int(line["failure"] is not None)}
         for kind in (told["label"], ALL):
             counts.setdefault((kind, told["agent"]), Counter()).update(found)
     return counts
@@ -36,7 +36,7 @@ def read_attempts(folders: Sequence[Path]) -> list[Mapping[str, Any]]:
 def show_acceptance(console: Console, folders: Sequence[Path]) -> None:
     counts = count_attempts(read_attempts(folders))
     agents = sorted({agent for _, agent in counts})
-    table = Table(title="Accepted attempts", title_justify="left")
+    table = Table(title="Attempts that solved their exercise", title_justify="left")
     table.add_column("kind")
     for agent in agents:
         table.add_column(agent)
@@ -49,7 +49,7 @@ def _spell(count: Counter[str] | None) -> str:
     if count is None:
         return ""
     failed = f", {count['failed']} failed" if count["failed"] else ""
-    return f"{count['accepted']} of {count['attempts']} ({count['accepted'] / count['attempts']:.0%}){failed}"
+    return f"{count['solved']} of {count['attempts']} ({count['solved'] / count['attempts']:.0%}){failed}"
 
 
 def main(folders: Annotated[list[Path], typer.Argument(help="What `verbatim generate` wrote.")]) -> None:

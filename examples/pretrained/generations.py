@@ -59,7 +59,9 @@ async def demonstrate(agent: CliAgent, count: int, seed: int, model_dir: Path, f
         agent.name,
     ]
     expert = Child("the expert", [sys.executable, "-m", "examples.pretrained.expert", *words], logs / "expert.log")
-    await generate(expert, port, folder / "tasks.jsonl", folder / "generated", logs / "generate.log")
+    # The habits are imitated too: whatever could be judged is kept.
+    more = ["--accept", "reward >= 0"]
+    await generate(expert, port, folder / "tasks.jsonl", folder / "generated", logs / "generate.log", more)
 
 
 async def generate_held_out(run: Path, agent: CliAgent, per_kind: int, samples: int, out: Path) -> None:

@@ -118,7 +118,7 @@ class Run:
                     self._agent, self._settings.demonstrations, self._settings.seed, model_dir, folder, self._logs
                 )
         show_acceptance(self._console, [folder / "generated"])
-        with self._phase("the policy imitates what was accepted"):
+        with self._phase("the policy imitates them"):
             words = self._list_words(
                 ["--model-dir", model_dir, "--demonstrations", folder / "generated", "--out", self.out / "warm"],
                 ["--log", self.out / "warm-start.jsonl", "--epochs", self._settings.epochs, "--seed", self._settings.seed],
@@ -261,8 +261,8 @@ def main(
     warm_start: Annotated[
         Path | None, typer.Option(help="The folder `warm` of another run, to begin with its policy instead of a warm start.")
     ] = None,
-    demonstrations: Annotated[int, typer.Option(min=1, help="Exercises that the expert tries.")] = 96,
-    epochs: Annotated[int, typer.Option(min=1, help="Of the warm start.")] = 2,
+    demonstrations: Annotated[int, typer.Option(min=1, help="Exercises that the expert tries; it solves two in five.")] = 96,
+    epochs: Annotated[int, typer.Option(min=1, help="Of the warm start.")] = 4,
     warm_rate: Annotated[float, typer.Option(help="The learning rate of the warm start.")] = 1e-4,
     steps: Annotated[int, typer.Option(min=1, help="Training steps; more than before let a run go on.")] = 40,
     groups: Annotated[int, typer.Option(min=1, help="Tasks per step, each of which becomes a group.")] = 8,

@@ -1,4 +1,4 @@
-"""The warm start: the policy imitates the accepted demonstrations, by the very ids that the agent's calls were recorded with.
+"""The warm start: the policy imitates the demonstrations, by the very ids that the agent's calls were recorded with.
 
 python -m examples.pretrained.warm_start --model-dir model --demonstrations generated --out warm --log warm-start.jsonl
 """

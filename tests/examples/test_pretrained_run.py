@@ -119,7 +119,7 @@ async def test_the_expert_is_served_whole_and_streamed_alike(tokenizer: Any) -> 
     assert arguments == [json.dumps({"command": exercise.solution})] * 2
 
 
-def test_the_experts_tasks_are_valid_and_its_answers_are_right_three_times_in_four(tmp_path: Path) -> None:
+def test_the_experts_tasks_are_valid_and_its_answers_are_right_two_times_in_five(tmp_path: Path) -> None:
     write_demonstrations(tmp_path, AGENTS["pi"], 200, seed=0)
     lines = (tmp_path / "tasks.jsonl").read_text().splitlines()
     answers = json.loads((tmp_path / "answers.json").read_text())
@@ -128,7 +128,7 @@ def test_the_experts_tasks_are_valid_and_its_answers_are_right_three_times_in_fo
     }
     assert [read_json(line.encode()).instruction for line in lines] == list(answers)
     assert answers.keys() == solutions.keys()
-    assert 0.65 < sum(answers[asked] == solutions[asked] for asked in answers) / 200 < 0.85
+    assert 0.3 < sum(answers[asked] == solutions[asked] for asked in answers) / 200 < 0.5
 
 
 def test_the_accepted_rows_are_read_as_they_were_recorded(tmp_path: Path) -> None:
@@ -192,20 +192,20 @@ def test_a_folder_with_a_run_is_neither_overwritten_nor_gone_on_with_under_other
 
 
 def test_attempts_are_counted_by_kind_and_agent() -> None:
-    def attempt(kind: str, agent: str, *, accepted: bool, failure: str | None = None) -> dict[str, Any]:
-        return {"metadata": {"label": kind, "agent": agent}, "accepted": accepted, "failure": failure}
+    def attempt(kind: str, agent: str, reward: float | None, failure: str | None = None) -> dict[str, Any]:
+        return {"metadata": {"label": kind, "agent": agent}, "reward": reward, "failure": failure}
 
     counts = count_attempts(
         [
-            attempt("cut", "pi", accepted=True),
-            attempt("cut", "pi", accepted=False, failure="timeout"),
-            attempt("find", "pi", accepted=False),
-            attempt("cut", "mini-swe-agent", accepted=True),
+            attempt("cut", "pi", 1.0),
+            attempt("cut", "pi", None, "timeout"),
+            attempt("find", "pi", 0.0),
+            attempt("cut", "mini-swe-agent", 1.0),
         ]
     )
-    assert counts["cut", "pi"] == {"attempts": 2, "accepted": 1, "failed": 1}
-    assert counts[ALL, "pi"] == {"attempts": 3, "accepted": 1, "failed": 1}
-    assert counts[ALL, "mini-swe-agent"] == {"attempts": 1, "accepted": 1, "failed": 0}
+    assert counts["cut", "pi"] == {"attempts": 2, "solved": 1, "failed": 1}
+    assert counts[ALL, "pi"] == {"attempts": 3, "solved": 1, "failed": 1}
+    assert counts[ALL, "mini-swe-agent"] == {"attempts": 1, "solved": 1, "failed": 0}
 
 
 def test_lines_of_the_journal_are_told_in_words() -> None:
