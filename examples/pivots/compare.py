@@ -91,11 +91,11 @@ def show(console: Console, arms: dict[str, list[dict[str, Any]]]) -> None:
 
 
 async def compare(
-    out: Path, model: Path | None, steps: int, groups: int, rollouts: int, rate: float, seeds: int, console: Console
+    out: Path, model: Path | None, steps: int, groups: int, rollouts: int, rate: float, seeds: Sequence[int], console: Console
 ) -> None:
     arms: dict[str, list[dict[str, Any]]] = {}
     with Screen(console, steps) as screen:
-        for seed in range(seeds):
+        for seed in seeds:
             made = model or out / f"seed-{seed}" / "grpo" / "model"
             for name, count, samples in (("grpo", rollouts, 0), ("forks", max(1, rollouts // 2), SAMPLES)):
                 plan = Plan(
@@ -126,7 +126,8 @@ def main(
     groups: Annotated[int, typer.Option(min=1, help="Tasks per step.")] = 8,
     rollouts: Annotated[int, typer.Option(min=2, help="Rollouts per task of GRPO.")] = 4,
     learning_rate: Annotated[float, typer.Option()] = 5e-4,
-    seeds: Annotated[int, typer.Option(min=1)] = 2,
+    seeds: Annotated[int, typer.Option(min=1, help="How many.")] = 2,
+    seed: Annotated[int, typer.Option(help="The first of them.")] = 0,
     model: Annotated[
         Path | None, typer.Option(help="The folder `model` of a run to begin with. Default: one is made for each seed.")
     ] = None,
@@ -137,7 +138,18 @@ def main(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
-        asyncio.run(compare(out.resolve(), model and model.resolve(), steps, groups, rollouts, learning_rate, seeds, console))
+        asyncio.run(
+            compare(
+                out.resolve(),
+                model and model.resolve(),
+                steps,
+                groups,
+                rollouts,
+                learning_rate,
+                range(seed, seed + seeds),
+                console,
+            )
+        )
     except KeyboardInterrupt:
         console.print("Interrupted; everything that was started has been ended.")
         sys.exit(130)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,16 +15,35 @@ from tests.support.sessions.demo_process import judged
 pytestmark = pytest.mark.engine
 
 STEPS, GROUPS, ROLLOUTS = 6, 6, 8
+SESSIONS = STEPS * GROUPS * ROLLOUTS
+
+
+def click(out: Path, *words: str) -> dict[str, Any]:
+    """The verdict. Its own checks hold: each session is one row, its tokens accounted for, trained on once and recomputed with the pixels
+    under the weights that sampled them; the reward rose or, without pushes, did not change."""
+    require_vllm()
+    sizes = {"--steps": STEPS, "--groups": GROUPS, "--rollouts": ROLLOUTS, "--learning-rate": 1e-3}
+    verdict = judged(
+        "examples.screen.click",
+        out,
+        *(str(word) for pair in sizes.items() for word in pair),
+        *words,
+        **ForkedVllm.forking_env(),
+    )
+    assert verdict["sessions"] == verdict["rows"] == SESSIONS and verdict["calls"] <= PER_SESSION * SESSIONS
+    return verdict
 
 
 @pytest.mark.timeout(3600)
 def test_a_policy_learns_to_click_what_it_sees(tmp_path: Path) -> None:
-    """The verdict's own checks: the reward rose; each session one row, its tokens accounted for, trained on once and recomputed with the
-    pixels under the weights that sampled them."""
-    require_vllm()
-    sizes = {"--steps": STEPS, "--groups": GROUPS, "--rollouts": ROLLOUTS, "--learning-rate": 1e-3}
-    words = [str(word) for pair in sizes.items() for word in pair]
-    verdict = judged("examples.screen.click", tmp_path, *words, **ForkedVllm.forking_env())
-    assert verdict["sessions"] == verdict["rows"] == STEPS * GROUPS * ROLLOUTS
-    assert verdict["calls"] <= PER_SESSION * verdict["sessions"]
+    verdict = click(tmp_path)
     assert verdict["rise"] >= verdict["expected"]["rise"] > 0
+    assert verdict["weight_versions"][0] == 0 < verdict["weight_versions"][-1]
+
+
+@pytest.mark.timeout(3600)
+def test_without_pushes_the_curve_stays_flat(tmp_path: Path) -> None:
+    """All was sampled by the first weights, though the trainer learned."""
+    verdict = click(tmp_path, "--no-push")
+    assert abs(verdict["rise"]) < verdict["expected"]["rise"] < 0.25
+    assert verdict["weight_versions"] == [0] and verdict["trained_tokens"] > 0
