@@ -48,6 +48,16 @@ class Recipe:
     max_gradient: float = 1.0
 
 
+Credit = Callable[[Batch], Callable[[Any], torch.Tensor]]
+"""For a batch, what gives the advantages of a tree's trained tokens, of shape (trained,)."""
+
+
+def credit_rollouts(batch: Batch, estimator: Estimator = grpo) -> Callable[[Any], torch.Tensor]:
+    """One baseline per group, in which each rollout counts once; all tokens of a rollout have the same advantage."""
+    advantages = torch.from_numpy(batch.advantages(estimator))
+    return lambda tree: advantages[torch.as_tensor(tree.row_index)][tree.segment_index]
+
+
 Url = Annotated[str, typer.Option(help="The service.")]
 ModelDir = Annotated[str, typer.Option(help="Weights to start from: what the engine serves as version 0.")]
 WeightsDir = Annotated[Path, typer.Option(help="Where new versions are written, readable by the engine.")]
@@ -82,14 +92,14 @@ def train(
 class Learner:
     """The model and its optimizer, on the GPU where there is one."""
 
-    def __init__(self, model_dir: str, seed: int, recipe: Recipe, estimator: Estimator = grpo) -> None:
+    def __init__(self, model_dir: str, seed: int, recipe: Recipe, credit: Credit = credit_rollouts) -> None:
         torch.manual_seed(seed)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         # Float32 weights also where the engine serves bfloat16: steps this small would be rounded away.
         model, self._vision = load_model(model_dir)
         self._model = model.to(self._device)
         self._recipe = recipe
-        self._estimator = estimator
+        self._credit = credit
         parameters = self._model.parameters()
         self._optimizer = torch.optim.AdamW(parameters, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
         shape = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda done: min(1.0, (done + 1) / recipe.warm_up))
@@ -98,7 +108,7 @@ class Learner:
     def learn(self, batch: Batch) -> dict[str, Any]:
         """Train on `batch`; what there is to report."""
         started = time.monotonic()
-        line = one_step(self._model, self._optimizer, batch, self._recipe, self._estimator, self._vision)
+        line = one_step(self._model, self._optimizer, batch, self._recipe, self._credit, self._vision)
         return line | {"train_seconds": time.monotonic() - started}
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -134,24 +144,24 @@ def one_step(
     optimizer: torch.optim.Optimizer,
     batch: Batch,
     recipe: Recipe,
-    estimator: Estimator = grpo,
+    credit: Credit = credit_rollouts,
     vision: Vision | None = None,
 ) -> dict[str, Any]:
-    """Train on `batch`; what there is to report. One baseline per group, in which each rollout counts once. `vision`: of a model that sees
+    """Train on `batch`; what there is to report. `vision`: of a model that sees
     the images of rows."""
-    advantages = batch.advantages(estimator)
+    advantages_of = credit(batch)
     budget = max(recipe.token_budget, *(len(row.token_ids) for row in batch.rows))
     sums = {"loss": 0.0, "clipped": 0.0, "off_policy": 0.0}
     tokens = 0
     for rows in (part for _ in range(recipe.epochs) for part in torch.randperm(len(batch)).chunk(recipe.minibatches)):
-        trees = batch.tree(budget, rows=rows.tolist(), advantages=advantages, framework="torch", vision=vision)
+        trees = batch.tree(budget, rows=rows.tolist(), framework="torch", vision=vision)
         sampled = sum(len(tree.trained_index) for tree in trees)
         if not sampled:
             continue
         optimizer.zero_grad()
         for tree in trees:
-            tree = tree.to(model.device)
-            for name, value in accumulate(model, tree, sampled, recipe, tree.advantages[tree.segment_index]).items():
+            advantages = advantages_of(tree).to(model.device)
+            for name, value in accumulate(model, tree.to(model.device), sampled, recipe, advantages).items():
                 sums[name] += value
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_gradient)
         optimizer.step()

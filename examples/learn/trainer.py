@@ -16,7 +16,7 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from examples.demo.trainer import Learner, Log, MaxStaleness, ModelDir, Recipe, Url, WeightsDir, leased, write
+from examples.demo.trainer import Learner, Log, MaxStaleness, ModelDir, Recipe, Url, WeightsDir, credit_rollouts, leased, write
 from examples.learn.agents import AGENTS, CliAgent, make_task
 from examples.learn.exercises import KINDS, draw_exercises
 from examples.tasks_loop.tasks import task_id
@@ -63,7 +63,7 @@ def train(
     # So small a model forgets how to copy a name when its weights move fast, and an entropy bonus unsettles what it need not choose.
     recipe = Recipe(learning_rate, epochs=2, warm_up=8, entropy_bonus=0.0)
     estimator = shuffle_rewards(grpo, random.Random(seed)) if shuffle else grpo
-    learner = Learner(model_dir, seed, recipe, estimator)
+    learner = Learner(model_dir, seed, recipe, partial(credit_rollouts, estimator=estimator))
 
     def make(step: int) -> list[dict[str, Any]]:
         return [make_task(task_id(step, number), next(exercises), cli, rollouts) for number in range(groups)]

@@ -16,20 +16,16 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from transformers import AutoModelForCausalLM
 
 from examples.demo.environment import corridors
-from examples.demo.trainer import Log, MaxStaleness, ModelDir, Recipe, Url, WeightsDir, accumulate, leased, write
+from examples.demo.trainer import Learner, Log, MaxStaleness, ModelDir, Recipe, Url, WeightsDir, credit_rollouts, leased, write
 from examples.tasks_loop.tasks import task, task_id
 from examples.tasks_loop.trainer import Tasks, connected
-from trainer_client.advantages import find_uncertain, grpo, mean_entropy, turns_of, vine
+from trainer_client.advantages import find_uncertain, mean_entropy, turns_of, vine
 from trainer_client.batch import Batch
 
 FIRST_TOKENS = 20
 """Of a reply, over which its entropy is taken."""
-
-Credit = Callable[[Any], torch.Tensor]
-"""The advantages of a tree's trained tokens."""
 
 
 def find_pivots(batch: Batch) -> list[tuple[int, str]]:
@@ -52,42 +48,12 @@ def make_forks(batch: Batch, bodies: Mapping[str, Mapping[str, Any]], samples: i
     return forks
 
 
-def credit_rollouts(batch: Batch) -> Credit:
-    advantages = torch.from_numpy(np.asarray(batch.advantages(grpo), dtype=np.float32))
-    return lambda tree: advantages[torch.as_tensor(tree.row_index)][tree.segment_index]
-
-
-def credit_turns(batch: Batch) -> Credit:
+def credit_turns(batch: Batch) -> Callable[[Any], torch.Tensor]:
     """Of the size that GRPO's have."""
     columns, turns = batch.columns, turns_of(batch.rows)
     credit = vine(columns.rewards, columns.group_index, columns.rollout_index, turns, batch.rows).advantages
     scaled = credit / (credit.std() + 1e-6)
     return lambda tree: torch.from_numpy(turns.lay_out(scaled, tree))
-
-
-class Learner:
-    def __init__(self, model_dir: str, seed: int, recipe: Recipe) -> None:
-        torch.manual_seed(seed)
-        self._recipe = recipe
-        self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-        self._optimizer = torch.optim.AdamW(
-            self._model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
-        )
-
-    def learn(self, batch: Batch, credit: Credit) -> None:
-        for rows in torch.randperm(len(batch)).chunk(self._recipe.minibatches):
-            trees = batch.tree(self._recipe.token_budget, rows=rows.tolist(), framework="torch")
-            sampled = sum(len(tree.trained_index) for tree in trees)
-            if not sampled:
-                continue
-            self._optimizer.zero_grad()
-            for tree in trees:
-                accumulate(self._model, tree, sampled, self._recipe, credit(tree))
-            torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._recipe.max_gradient)
-            self._optimizer.step()
-
-    def weights(self) -> Mapping[str, torch.Tensor]:
-        return dict(self._model.state_dict())
 
 
 def count_tokens(batches: Sequence[Batch]) -> dict[str, int]:
@@ -112,7 +78,8 @@ def train(
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Train for `steps` steps. The tokens are read from VERBATIM_ADMIN_TOKEN, for the tasks, and VERBATIM_TRAINER_TOKEN."""
-    learner, doors = Learner(model_dir, seed, Recipe(learning_rate)), corridors(random.Random(seed))
+    learner = Learner(model_dir, seed, Recipe(learning_rate), credit_turns if samples else credit_rollouts)
+    doors = corridors(random.Random(seed))
     with connected(url) as (admin, client):
         for step in range(1, steps + 1):
             bodies = {name: task(name, next(doors), rollouts) for name in (task_id(step, number) for number in range(groups))}
@@ -128,7 +95,7 @@ def train(
                 if samples and (forks := make_forks(batches[0], bodies, samples)):
                     batches.append(gather(forks))
                 batch = Batch.join(batches)
-                learner.learn(batch, credit_turns(batch) if samples else credit_rollouts(batch))
+                learner.learn(batch)
                 client.publish(learner.weights(), step, directory=weights_dir)
             counted = {"rollouts": len(rewards), "forks": len(batch) - len(rewards), **count_tokens(batches)}
             write(log, {"step": step, "reward": float(np.mean(rewards)), **counted})
