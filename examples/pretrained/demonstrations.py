@@ -17,7 +17,7 @@ from proxy.archive.tables import TRAJECTORIES
 from trainer_client.batch import Batch
 from trainer_client.wire import Group, decode_trajectory
 
-SKILL = 0.4
+SKILL = 1 / 3
 """The share of exercises that the demonstrator solves; in the others it follows the habit, a command that nearly does."""
 
 

@@ -14,29 +14,24 @@ from tests.support.sessions.demo_process import judged
 
 pytestmark = pytest.mark.engine
 
-STEPS, GROUPS, ROLLOUTS = 6, 6, 8
-SESSIONS = STEPS * GROUPS * ROLLOUTS
+GROUPS, ROLLOUTS = 6, 8
 
 
-def click(out: Path, *words: str) -> dict[str, Any]:
+def click(out: Path, steps: int, *words: str) -> dict[str, Any]:
     """The verdict. Its own checks hold: each session is one row, its tokens accounted for, trained on once and recomputed with the pixels
     under the weights that sampled them; the reward rose or, without pushes, did not change."""
     require_vllm()
-    sizes = {"--steps": STEPS, "--groups": GROUPS, "--rollouts": ROLLOUTS, "--learning-rate": 1e-3}
-    verdict = judged(
-        "examples.screen.click",
-        out,
-        *(str(word) for pair in sizes.items() for word in pair),
-        *words,
-        **ForkedVllm.forking_env(),
-    )
-    assert verdict["sessions"] == verdict["rows"] == SESSIONS and verdict["calls"] <= PER_SESSION * SESSIONS
+    sizes = {"--steps": steps, "--groups": GROUPS, "--rollouts": ROLLOUTS, "--learning-rate": 1e-3}
+    every = [*(str(word) for pair in sizes.items() for word in pair), *words]
+    verdict = judged("examples.screen.click", out, *every, **ForkedVllm.forking_env())
+    sessions = steps * GROUPS * ROLLOUTS
+    assert verdict["sessions"] == verdict["rows"] == sessions and verdict["calls"] <= PER_SESSION * sessions
     return verdict
 
 
 @pytest.mark.timeout(3600)
 def test_a_policy_learns_to_click_what_it_sees(tmp_path: Path) -> None:
-    verdict = click(tmp_path)
+    verdict = click(tmp_path, 10)
     assert verdict["rise"] >= verdict["expected"]["rise"] > 0
     assert verdict["weight_versions"][0] == 0 < verdict["weight_versions"][-1]
 
@@ -44,6 +39,6 @@ def test_a_policy_learns_to_click_what_it_sees(tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 def test_without_pushes_the_curve_stays_flat(tmp_path: Path) -> None:
     """All was sampled by the first weights, though the trainer learned."""
-    verdict = click(tmp_path, "--no-push")
+    verdict = click(tmp_path, 6, "--no-push")
     assert abs(verdict["rise"]) < verdict["expected"]["rise"] < 0.25
     assert verdict["weight_versions"] == [0] and verdict["trained_tokens"] > 0

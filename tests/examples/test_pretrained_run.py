@@ -119,7 +119,7 @@ async def test_the_expert_is_served_whole_and_streamed_alike(tokenizer: Any) -> 
     assert arguments == [json.dumps({"command": exercise.solution})] * 2
 
 
-def test_the_experts_tasks_are_valid_and_its_answers_are_right_two_times_in_five(tmp_path: Path) -> None:
+def test_the_experts_tasks_are_valid_and_its_answers_are_right_one_time_in_three(tmp_path: Path) -> None:
     write_demonstrations(tmp_path, AGENTS["pi"], 200, seed=0)
     lines = (tmp_path / "tasks.jsonl").read_text().splitlines()
     answers = json.loads((tmp_path / "answers.json").read_text())
@@ -128,7 +128,7 @@ def test_the_experts_tasks_are_valid_and_its_answers_are_right_two_times_in_five
     }
     assert [read_json(line.encode()).instruction for line in lines] == list(answers)
     assert answers.keys() == solutions.keys()
-    assert 0.3 < sum(answers[asked] == solutions[asked] for asked in answers) / 200 < 0.5
+    assert 0.23 < sum(answers[asked] == solutions[asked] for asked in answers) / 200 < 0.43
 
 
 def test_the_accepted_rows_are_read_as_they_were_recorded(tmp_path: Path) -> None:
