@@ -71,9 +71,11 @@ def draw(path: Path, arms: dict[str, list[dict[str, Any]]]) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5), dpi=150, layout="constrained")
+    seeds = list(dict.fromkeys(name.partition(", ")[2] for name in arms))
     for name, steps in arms.items():
-        colour = "tab:orange" if name.startswith("forks") else "tab:blue"
-        axes.plot(spent_at(steps), [step["reward"] for step in steps], color=colour, alpha=0.8, label=name)
+        arm, _, seed = name.partition(", ")
+        look = {"color": "tab:orange" if arm == "forks" else "tab:blue", "linestyle": ("-", "--", ":")[seeds.index(seed) % 3]}
+        axes.plot(spent_at(steps), [step["reward"] for step in steps], label=name, **look)
     axes.set(xlabel="tokens sampled", ylabel="reward of the rollouts", ylim=(0, 1.03))
     axes.grid(alpha=0.3)
     axes.legend()
