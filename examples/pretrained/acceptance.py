@@ -36,7 +36,7 @@ def read_attempts(folders: Sequence[Path]) -> list[Mapping[str, Any]]:
 def show_acceptance(console: Console, folders: Sequence[Path]) -> None:
     counts = count_attempts(read_attempts(folders))
     agents = sorted({agent for _, agent in counts})
-    table = Table(title="Attempts that solved their exercise", title_justify="left")
+    table = Table(title="Rewarded attempts", title_justify="left")
     table.add_column("kind")
     for agent in agents:
         table.add_column(agent)

@@ -17,8 +17,8 @@ from proxy.archive.tables import TRAJECTORIES
 from trainer_client.batch import Batch
 from trainer_client.wire import Group, decode_trajectory
 
-SKILL = 1 / 3
-"""The share of exercises that the demonstrator solves; in the others it follows the habit, a command that nearly does."""
+EXPERT_SKILL = 1 / 3
+"""The share of exercises that the expert solves; in the others it follows the habit, a command that nearly does."""
 
 
 def write_exercises(path: Path, exercises: Sequence[Exercise], agent: CliAgent) -> None:
@@ -31,10 +31,10 @@ def write_exercises(path: Path, exercises: Sequence[Exercise], agent: CliAgent) 
 
 
 def write_demonstrations(folder: Path, agent: CliAgent, count: int, seed: int) -> None:
-    """`folder`/tasks.jsonl, exercises of the training split, and `folder`/answers.json, what the demonstrator does in them."""
+    """`folder`/tasks.jsonl, exercises of the training split, and `folder`/answers.json, what the expert does in them."""
     rng = random.Random(f"demonstrations {seed}")
     exercises = list(islice(draw_varied(rng, "train"), count))
-    answers = {each.instruction: each.solution if rng.random() < SKILL else each.habit for each in exercises}
+    answers = {each.instruction: each.solution if rng.random() < EXPERT_SKILL else each.habit for each in exercises}
     write_exercises(folder / "tasks.jsonl", exercises, agent)
     (folder / "answers.json").write_text(json.dumps(answers, indent=1) + "\n")
 

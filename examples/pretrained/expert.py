@@ -1,7 +1,7 @@
 """An engine that knows the answers: a server of chat completions whose model runs a given command in each exercise, and ends.
 
 Demonstrations are made with it through the agent itself: `verbatim generate` records what the expert said, in the token ids of the model
-that is to learn it. Some of the answers are wrong, which the hidden checks find out. Its logprobs are 0.
+that is to learn it. Most of the answers that it is given are wrong, which the hidden checks find out. Its logprobs are 0.
 
     python -m examples.pretrained.expert --port 8000 --model-dir model --answers answers.json --agent pi
 """

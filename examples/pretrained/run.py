@@ -118,7 +118,7 @@ class Run:
                     self._agent, self._settings.demonstrations, self._settings.seed, model_dir, folder, self._logs
                 )
         show_acceptance(self._console, [folder / "generated"])
-        with self._phase("the policy imitates them"):
+        with self._phase("the policy imitates the demonstrations"):
             words = self._list_words(
                 ["--model-dir", model_dir, "--demonstrations", folder / "generated", "--out", self.out / "warm"],
                 ["--log", self.out / "warm-start.jsonl", "--epochs", self._settings.epochs, "--seed", self._settings.seed],
