@@ -1,8 +1,9 @@
-"""What forks at pivots are worth: `python -m examples.pivots.compare`, which needs bubblewrap.
+"""What a way of giving credit is worth: `python -m examples.pivots.compare`, which needs bubblewrap.
 
-The corridor is learned through tasks twice for each seed, from the same weights: by GRPO with `--rollouts` of each task, and with half as
-many, each of which is taken back to its most uncertain call and forked there. What the two have cost the engine by each step is counted in
-sampled tokens, which a fork's replayed calls are not. Left are both arms' steps and a picture of reward against tokens.
+The corridor is learned through tasks once by each way, for each seed from the same weights: by GRPO with `--rollouts` of each task; with
+half as many, each of which is taken back to its most uncertain call and forked there; or as by GRPO, with advantages per turn instead
+(`examples.pivots.trainer.CREDITS`). What an arm has cost the engine by each step is counted in sampled tokens, which replayed calls of a
+fork are not. Left are the arms' steps and a picture of reward against tokens.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from examples.demo.driver import Service
 from examples.demo.fleet import serving, trainer, unless_one_ends
 from examples.demo.plan import Plan
 from examples.demo.screen import Screen
+from examples.pivots.trainer import CREDITS, FORKS
 from examples.tasks_loop.loop import Parts, node
 
-SAMPLES = 2
-"""Forks of each pivot."""
+COLORS = dict(zip(CREDITS, ("tab:blue", "tab:orange", "tab:green", "tab:red"), strict=True))
 MODULE = "examples.pivots.trainer"
 LAST = 3
 """Steps that are averaged."""
 
 
-async def run_arm(plan: Plan, samples: int, screen: Screen) -> list[dict[str, Any]]:
+async def run_arm(plan: Plan, credit: str, screen: Screen) -> list[dict[str, Any]]:
     """The steps of one arm. Raises ChildDied when a process does not last."""
     async with contextlib.AsyncExitStack() as stack:
         served = await stack.enter_async_context(serving(plan))
@@ -44,11 +45,11 @@ async def run_arm(plan: Plan, samples: int, screen: Screen) -> list[dict[str, An
         with screen.phase("vLLM and the service start"):
             await unless_one_ends(service.wait_until_ready(1), *(child.finished() for child in served.children))
         rollouts = await stack.enter_async_context(node(Parts([]), plan, served))
-        words = ["--rollouts", str(plan.rollouts), "--samples", str(samples)]
+        words = ["--rollouts", str(plan.rollouts), "--credit", credit]
         env = {"VERBATIM_ADMIN_TOKEN": served.admin_token}
         learning = await stack.enter_async_context(trainer(plan, served, MODULE, *words, env=env))
         others = (child.finished() for child in [*served.children, rollouts])
-        with screen.phase(f"{plan.steps} steps, {'with forks' if samples else 'GRPO'}"):
+        with screen.phase(f"{plan.steps} steps, {credit}"):
             await unless_one_ends(learning.finished(), *others)
     return [json.loads(line) for line in plan.trainer_log.read_text().splitlines()]
 
@@ -74,7 +75,7 @@ def draw(path: Path, arms: dict[str, list[dict[str, Any]]]) -> None:
     seeds = list(dict.fromkeys(name.partition(", ")[2] for name in arms))
     for name, steps in arms.items():
         arm, _, seed = name.partition(", ")
-        look = {"color": "tab:orange" if arm == "forks" else "tab:blue", "linestyle": ("-", "--", ":")[seeds.index(seed) % 3]}
+        look = {"color": COLORS[arm], "linestyle": ("-", "--", ":")[seeds.index(seed) % 3]}
         axes.plot(spent_at(steps), [step["reward"] for step in steps], label=name, **look)
     axes.set(xlabel="tokens sampled", ylabel="reward of the rollouts", ylim=(0, 1.03))
     axes.grid(alpha=0.3)
@@ -93,21 +94,29 @@ def show(console: Console, arms: dict[str, list[dict[str, Any]]]) -> None:
 
 
 async def compare(
-    out: Path, model: Path | None, steps: int, groups: int, rollouts: int, rate: float, seeds: Sequence[int], console: Console
+    out: Path,
+    model: Path | None,
+    credits: Sequence[str],
+    steps: int,
+    groups: int,
+    rollouts: int,
+    rate: float,
+    seeds: Sequence[int],
+    console: Console,
 ) -> None:
     arms: dict[str, list[dict[str, Any]]] = {}
     with Screen(console, steps) as screen:
         for seed in seeds:
-            made = model or out / f"seed-{seed}" / "grpo" / "model"
-            for name, count, samples in (("grpo", rollouts, 0), ("forks", max(1, rollouts // 2), SAMPLES)):
+            made = model or out / f"seed-{seed}" / credits[0] / "model"
+            for name in credits:
                 plan = Plan(
-                    model=None if model is None and name == "grpo" else str(made),
+                    model=None if model is None and name == credits[0] else str(made),
                     out=out / f"seed-{seed}" / name,
                     steps=steps,
                     seed=seed,
                     push=True,
                     groups=groups,
-                    rollouts=count,
+                    rollouts=max(1, rollouts // 2) if name == FORKS else rollouts,
                     learning_rate=rate,
                     thinking=True,
                     replicas=1,
@@ -118,12 +127,13 @@ async def compare(
                 if plan.model is None:
                     with screen.phase("a tiny model is made") as phase:
                         await asyncio.to_thread(make_demo_model, plan, phase)
-                arms[f"{name}, seed {seed}"] = await run_arm(plan, samples, screen)
+                arms[f"{name}, seed {seed}"] = await run_arm(plan, name, screen)
     draw(out / "reward.png", arms)
     show(console, arms)
 
 
 def main(
+    credits: Annotated[str, typer.Option(help=f"Which ways, with commas: {', '.join(CREDITS)}.")] = f"grpo,{FORKS}",
     steps: Annotated[int, typer.Option(min=2, help="Training steps of each arm.")] = 16,
     groups: Annotated[int, typer.Option(min=1, help="Tasks per step.")] = 8,
     rollouts: Annotated[int, typer.Option(min=2, help="Rollouts per task of GRPO.")] = 4,
@@ -136,6 +146,9 @@ def main(
     out: Annotated[Path, typer.Option(help="Where everything is left.")] = Path("demo-out-pivots"),
 ) -> None:
     """Compare them. Exit code 0: all arms came to their end; 1: a part failed; 130: interrupted."""
+    names = list(dict.fromkeys(credits.split(",")))
+    if unknown := set(names) - CREDITS.keys():
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: there are {', '.join(CREDITS)}", param_hint="--credits")
     console = Console()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
@@ -144,6 +157,7 @@ def main(
             compare(
                 out.resolve(),
                 model and model.resolve(),
+                names,
                 steps,
                 groups,
                 rollouts,

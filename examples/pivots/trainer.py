@@ -1,8 +1,7 @@
-"""The trainer of one arm of `examples.pivots.compare`: GRPO, or credit from forks at pivots.
+"""The trainer of one arm of `examples.pivots.compare`, by the way in which it gives credit (`CREDITS`).
 
-A step leases the rollouts of its tasks. With `--samples` each of them is then taken back to the call whose entropy rose most above that of
-its first, and from there so many forks are sampled and leased; every turn gets the advantage that the values of its states say
-(`trainer_client.advantages.vine`). Without, all turns of a rollout get GRPO's.
+A step leases the rollouts of its tasks. With `--credit forks` each of them is then taken back to the call whose entropy rose most above
+that of its first, and from there `--samples` forks are sampled and leased.
 """
 
 from __future__ import annotations
@@ -16,12 +15,35 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
+from numpy.typing import NDArray
 
 from examples.demo.environment import corridors
-from examples.demo.trainer import Learner, Log, MaxStaleness, ModelDir, Recipe, Url, WeightsDir, credit_rollouts, leased, write
+from examples.demo.trainer import (
+    Credit,
+    Learner,
+    Log,
+    MaxStaleness,
+    ModelDir,
+    Recipe,
+    Url,
+    WeightsDir,
+    credit_rollouts,
+    leased,
+    write,
+)
 from examples.tasks_loop.tasks import task, task_id
 from examples.tasks_loop.trainer import Tasks, connected
-from trainer_client.advantages import find_uncertain, mean_entropy, turns_of, vine
+from trainer_client.advantages import (
+    Turns,
+    branch_gains,
+    find_uncertain,
+    grpo,
+    mean_entropy,
+    modulate,
+    turn_entropy,
+    turns_of,
+    vine,
+)
 from trainer_client.batch import Batch
 
 FIRST_TOKENS = 20
@@ -48,12 +70,38 @@ def make_forks(batch: Batch, bodies: Mapping[str, Mapping[str, Any]], samples: i
     return forks
 
 
-def credit_turns(batch: Batch) -> Callable[[Any], torch.Tensor]:
-    """Of the size that GRPO's have."""
+def credit_states(batch: Batch) -> Callable[[Any], torch.Tensor]:
+    """Every turn gets what the values of its states say (VinePPO), of the size that GRPO's advantages have."""
     columns, turns = batch.columns, turns_of(batch.rows)
     credit = vine(columns.rewards, columns.group_index, columns.rollout_index, turns, batch.rows).advantages
-    scaled = credit / (credit.std() + 1e-6)
-    return lambda tree: torch.from_numpy(turns.lay_out(scaled, tree))
+    return lay_out(turns, credit / (credit.std() + 1e-6))
+
+
+def credit_sure_turns(batch: Batch) -> Callable[[Any], torch.Tensor]:
+    """GRPO's advantages, more for turns of which the policy was sure and less for the others of the group (AEM)."""
+    turns = turns_of(batch.rows)
+    entropy = turn_entropy(batch.rows, turns)
+    return lay_out(turns, modulate(batch.advantages(grpo)[turns.row], entropy, batch.columns.group_index[turns.row]))
+
+
+def credit_branches(batch: Batch) -> Callable[[Any], torch.Tensor]:
+    """GRPO's advantages and, of the same size, what the branch that a turn took got above the others of its state (A³)."""
+    columns, turns = batch.columns, turns_of(batch.rows)
+    gains = branch_gains(columns.rewards, columns.group_index, columns.rollout_index, turns, batch.rows)
+    return lay_out(turns, batch.advantages(grpo)[turns.row] + gains / (gains.std() + 1e-6))
+
+
+def lay_out(turns: Turns, advantages: NDArray[np.float32]) -> Callable[[Any], torch.Tensor]:
+    return lambda tree: torch.from_numpy(turns.lay_out(advantages, tree))
+
+
+FORKS = "forks"
+CREDITS: Mapping[str, Credit] = {
+    "grpo": credit_rollouts,
+    FORKS: credit_states,
+    "entropy": credit_sure_turns,
+    "branches": credit_branches,
+}
 
 
 def count_tokens(batches: Sequence[Batch]) -> dict[str, int]:
@@ -73,12 +121,13 @@ def train(
     groups: Annotated[int, typer.Option(help="Tasks per step.")],
     rollouts: Annotated[int, typer.Option(help="Rollouts per task.")],
     learning_rate: Annotated[float, typer.Option()],
-    samples: Annotated[int, typer.Option(help="Forks of each rollout; 0: GRPO.")] = 0,
+    credit: Annotated[str, typer.Option(help=", ".join(CREDITS))] = "grpo",
+    samples: Annotated[int, typer.Option(help="Forks of each rollout, where the credit comes from forks.")] = 2,
     max_staleness: MaxStaleness = 0,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Train for `steps` steps. The tokens are read from VERBATIM_ADMIN_TOKEN, for the tasks, and VERBATIM_TRAINER_TOKEN."""
-    learner = Learner(model_dir, seed, Recipe(learning_rate), credit_turns if samples else credit_rollouts)
+    learner = Learner(model_dir, seed, Recipe(learning_rate), CREDITS[credit])
     doors = corridors(random.Random(seed))
     with connected(url) as (admin, client):
         for step in range(1, steps + 1):
@@ -92,7 +141,7 @@ def train(
 
                 batches = [gather([*bodies.values()])]
                 rewards = batches[0].columns.rewards
-                if samples and (forks := make_forks(batches[0], bodies, samples)):
+                if credit == FORKS and (forks := make_forks(batches[0], bodies, samples)):
                     batches.append(gather(forks))
                 batch = Batch.join(batches)
                 learner.learn(batch)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from examples.pivots.compare import reward_at, spent_at
-from examples.pivots.trainer import credit_rollouts, credit_turns, find_pivots, make_forks
+from examples.pivots.trainer import credit_branches, credit_rollouts, credit_states, credit_sure_turns, find_pivots, make_forks
 from reconstruct.records import pack_ids, pack_logprobs
 from reconstruct.trajectory import Trajectory
 from tests.support.sessions.training_rows import groups, trajectory
@@ -52,13 +53,32 @@ def test_turns_get_the_advantages_of_their_states_and_rollouts_those_of_their_gr
     forks = [row("f", [0, 0, -0.4], 1.0, 5), row("g", [0, 0, -0.4], 0.0, 5)]
     batch = Batch(groups(ORIGINS, forks), weight_version=0)
     (tree,) = batch.tree(1000, framework="torch", rows=[0])
-    first, second, third = credit_turns(batch)(tree).tolist()
+    first, second, third = credit_states(batch)(tree).tolist()
     assert first == second == pytest.approx(third) and third > 0
     (tree,) = batch.tree(1000, framework="torch", rows=[3, 4])
-    assert credit_turns(batch)(tree).tolist() == pytest.approx([2 * third, -2 * third])
+    assert credit_states(batch)(tree).tolist() == pytest.approx([2 * third, -2 * third])
     (tree,) = batch.tree(1000, framework="torch", rows=[0, 1])
     better, worse = credit_rollouts(batch)(tree).reshape(2, 3).tolist()
     assert len({*better}) == len({*worse}) == 1 and better[0] > 0 > worse[0]
+
+
+def test_turns_of_which_the_policy_was_sure_count_more() -> None:
+    batch = Batch(groups(ORIGINS), weight_version=0)
+    (tree,) = batch.tree(1000, framework="torch", rows=[0])
+    grpo, weighed = credit_rollouts(batch)(tree).tolist(), credit_sure_turns(batch)(tree).tolist()
+    assert weighed[0] > weighed[1] > weighed[2] > 0 and weighed[0] > grpo[0] > weighed[2]
+
+
+def test_a_branch_that_got_more_than_the_others_of_its_state_counts_more() -> None:
+    """All three took the same three turns, so no branch got more than another; then the first went its own way in its last turn."""
+    batch = Batch(groups(ORIGINS), weight_version=0)
+    (tree,) = batch.tree(1000, framework="torch", rows=[0])
+    assert credit_branches(batch)(tree).tolist() == pytest.approx(credit_rollouts(batch)(tree).tolist())
+    own_way = replace(ORIGINS[0], token_ids=pack_ids([*IDS[:-1], 6]))
+    batch = Batch(groups([own_way, *ORIGINS[1:]]), weight_version=0)
+    (tree,) = batch.tree(1000, framework="torch", rows=[0, 1])
+    better, worse = (credit_branches(batch)(tree) - credit_rollouts(batch)(tree)).reshape(2, 3).tolist()
+    assert better[-1] > 0 > worse[-1]
 
 
 def test_a_steps_reward_counts_at_the_tokens_spent_before_it() -> None:
