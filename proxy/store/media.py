@@ -3,6 +3,7 @@
 A session's own list of digests is in its slot, the bytes and the sessions that refer to them in the digest's. A call claims a digest for
 its session, then keeps the bytes, and only then is recorded; a session that is deleted releases what its list names, and its list goes
 last. So whatever process dies in between, no record refers to bytes that are gone, and a repeated deletion finds what is left to release.
+A call that kept bytes for a session which was deleted meanwhile releases them itself.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class MediaStore:
 
     async def keep(self, session_id: str, created_at: float, images: Mapping[str, bytes]) -> None:
         """The session refers to the images from now on, and their bytes count as its own. Raises Conflict when it is closed or gone."""
-        args: list[Argument] = [repr(created_at)]
+        created = repr(created_at)
+        args: list[Argument] = [created]
         for digest, data in images.items():
             args += (digest, len(data))
         parts = (keys.state(session_id), keys.media(session_id, created_at))
@@ -37,6 +39,10 @@ class MediaStore:
             raise Conflict(f"session {session_id} was closed before its images were kept")
         name = keys.media_holder(session_id, created_at)
         await self._each(images, lambda digest: self._keep(name, digest, images[digest]))
+        # A deletion removes the state before it reads the list: if the state is there, it will release what was kept.
+        if await self._redis.execute("HGET", keys.state(session_id), "created_at") != created.encode():
+            await self._each(images, lambda digest: self._release(name, digest))
+            raise Conflict(f"session {session_id} was deleted before its images were kept")
 
     async def _keep(self, name: str, digest: str, data: bytes) -> None:
         parts, script = (keys.media_bytes(digest), keys.media_holders(digest)), Script.read("keep_media")
@@ -77,13 +83,12 @@ class MediaStore:
         """The session is deleted: images that no other session refers to go with it."""
         name = keys.media_holder(session_id, created_at)
         listed = await self.sizes(session_id, created_at)
-
-        async def release_one(digest: str) -> None:
-            await self._redis.run(Script.read("release_media"), (keys.media_bytes(digest), keys.media_holders(digest)), (name,))
-
-        await self._each(listed, release_one)
+        await self._each(listed, lambda digest: self._release(name, digest))
         if listed:
             await self._redis.execute("DEL", keys.media(session_id, created_at))
+
+    async def _release(self, name: str, digest: str) -> None:
+        await self._redis.run(Script.read("release_media"), (keys.media_bytes(digest), keys.media_holders(digest)), (name,))
 
     async def _each(self, digests: Iterable[str], work: Callable[[str], Awaitable[None]]) -> None:
         limit = asyncio.Semaphore(AT_ONCE)

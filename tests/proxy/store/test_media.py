@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import pytest
 
 from proxy.errors import Conflict
 from proxy.store import keys
+from proxy.store.connection import Script
 from proxy.store.media import MediaStore
 from proxy.store.states import SessionInfo
 from tests.support.service.redis_server import Store
@@ -79,3 +81,26 @@ async def test_a_session_that_is_closed_or_gone_keeps_no_more(store: Store) -> N
         with pytest.raises(Conflict):
             await media.keep(session_id, created_at, named(OTHER))
     assert await media.load([name(OTHER)]) == {}
+
+
+async def test_a_call_that_stalls_while_its_session_is_deleted_leaves_no_image(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its claim and the bytes the whole deletion takes place; the image of another session stays."""
+    media = await opened(store, "s1")
+    await opened(store, "s2")
+    await media.keep("s2", 100.0, named(ONE))
+    run = store.connection.run
+
+    async def deleted_first(script: Script, *args: Any, **kwargs: Any) -> Any:
+        if script == Script.read("keep_media"):
+            await store.sessions.delete("s1")
+            await MediaStore(store.connection).release("s1", 100.0)
+        return await run(script, *args, **kwargs)
+
+    monkeypatch.setattr(store.connection, "run", deleted_first)
+    with pytest.raises(Conflict, match="deleted"):
+        await media.keep("s1", 100.0, named(ONE, OTHER))
+    assert await media.load([name(ONE), name(OTHER)]) == named(ONE)
+    assert not await store.connection.execute("EXISTS", keys.media_holders(name(OTHER)))
+    assert not await store.connection.execute("HEXISTS", keys.media_holders(name(ONE)), keys.media_holder("s1", 100.0))
