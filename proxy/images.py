@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import io
 import re
@@ -141,6 +142,8 @@ def _decode_data_url(url: str) -> bytes:
         raise RequestError("an image's data URL has no comma before its data", param="messages")
     if not head.lower().endswith(";base64"):
         return unquote_to_bytes(body)
+    with contextlib.suppress(ValueError):
+        return binascii.a2b_base64(body, strict_mode=True)
     plain = body.translate(_URL_SAFE)
     if "%" in plain:
         plain = unquote_to_bytes(plain).decode("latin-1")

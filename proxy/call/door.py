@@ -389,12 +389,14 @@ class Parsing:
         return request
 
     async def check_images(self, draft: Draft) -> None:
-        """Decode the request's new images, one at a time. Raises RequestError."""
+        """Decode those of the request's images that the session has not had, one at a time. Raises RequestError."""
         turn = draft.tree.parse_turn = draft.tree.parse_turn or ParseTurn()
         async with turn.lock:
             began = time.monotonic()
             try:
-                for data in draft.images.values():
+                for digest, data in draft.images.items():
+                    if digest in draft.tree.kept_images:
+                        continue
                     async with self._thread:
                         await asyncio.to_thread(check_image, data, draft.tree.bounds)
             except RequestError:

@@ -18,6 +18,8 @@ import openai
 import pytest
 import redis
 
+from proxy.call import door
+from proxy.images import ImageBounds, check_image
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running
 from tests.support.engine.scripted_images import END, PAD, SEEING, START, picture, url_of
@@ -270,6 +272,19 @@ def test_the_same_bytes_in_any_form_are_one_image(engine: ScriptedEngine, sessio
     # All of them have the same history, so each is another sample of the same request.
     assert {call["branch_reason"] for call in session.calls[1:]} == {"repeated"}
     assert store.get(f"vb:{{m:{digest(RED)}}}:bytes") == RED
+
+
+def test_an_image_that_the_session_has_had_is_not_decoded_again(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[bytes] = []
+
+    def check(data: bytes, bounds: ImageBounds) -> None:
+        decoded.append(data)
+        check_image(data, bounds)
+
+    monkeypatch.setattr(door, "check_image", check)
+    for content in ((image(RED), "see"), (image(RED), image(BLUE), "and now")):
+        assert post(session, "/v1/chat/completions", {"model": "policy", "messages": [user(*content)]}).status_code == 200
+    assert decoded == [RED, BLUE]
 
 
 def session_of(session: Session) -> Session:
