@@ -75,8 +75,8 @@ class Policy:
             sampled = sum(len(tree.trained_index) for tree in trees)
             self._optimizer.zero_grad()
             for tree in trees:
-                advantages = tree.advantages[tree.segment_index]
-                for name, value in accumulate(self.model, tree, sampled, self._recipe, advantages).items():
+                per_token = tree.advantages[tree.segment_index]
+                for name, value in accumulate(self.model, tree, sampled, self._recipe, per_token).items():
                     sums[name] += value
             self._step()
             tokens += sampled

@@ -70,6 +70,23 @@ def test_the_gradient_on_trees_is_the_sum_of_those_on_single_rows(token_budget: 
     assert gradients(single).abs().max() > 1e-3
 
 
+def test_each_of_two_groups_makes_a_minibatch(model_dir: Path) -> None:
+    """The weights are those of two steps, one on each group."""
+    recipe = Recipe(1e-3, minibatches=2, entropy_bonus=0.0)
+    policy, single = Policy(model_dir, recipe), Policy(model_dir, recipe)
+    said = {"x": {"a": [11, 12, 13], "b": [14]}, "y": {"c": [15, 12], "d": [16, 17, 18, 19]}}
+    made = [groups([row(policy, name, ids, float(name in "ac"), group) for name, ids in of.items()]) for group, of in said.items()]
+    batch, chance = Batch([group for (group,) in made], 0), random.Random(0)
+    learned = policy.reinforce(batch, batch.advantages(grpo), random.Random(0))
+    assert (learned["learned_groups"], learned["learned_tokens"]) == (2, 10)
+    order = [0, 1]
+    chance.shuffle(order)
+    for at in order:
+        one = Batch(made[at], 0)
+        single.reinforce(one, one.advantages(grpo), random.Random(0))
+    assert all(torch.allclose(single.weights()[name], tensor, atol=1e-6) for name, tensor in policy.weights().items())
+
+
 def test_recomputing_finds_the_one_token_that_is_off(model_dir: Path) -> None:
     policy = Policy(model_dir, Recipe(1e-3))
     rows = [row(policy, "a", [11, 12, 13], 1.0), row(policy, "b", [11, 14], 0.0)]
