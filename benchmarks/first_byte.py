@@ -133,7 +133,7 @@ def ways() -> Iterator[list[Way]]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verbatim-benchmark-")))
         port = free_port()
         argv, env = vllm_command(make_tiny_model(folder / "model", seed=0), port, reasoning_parser="qwen3")
-        env |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(len(cores("load")) or 1)}
+        env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(len(cores("load")) or 1)}
         engine = VllmServer(pinned(argv, "load"), env, f"http://127.0.0.1:{port}", folder / "vllm.log")
         stack.enter_context(engine)
         asked = {"return_token_ids": True, "logprobs": True, "top_logprobs": 0}

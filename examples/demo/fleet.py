@@ -103,9 +103,7 @@ def _vllm(plan: Plan, number: int, port: int) -> Child:
     device, extra = ("gpu", [*on_gpu, *plan.engine_flags]) if plan.gpu else ("cpu", plan.engine_flags)
     argv, env = vllm_command(plan.model_dir, port, max_model_len=2048, device=device, extra=extra)
     if plan.replicas > 1 and not plan.gpu:
-        # Left to itself each of them binds its threads to the same first cores.
-        threads = max(1, (os.cpu_count() or 1) // (plan.replicas + 1))
-        env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+        env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // (plan.replicas + 1)))
     return Child(f"vLLM {number}", argv, plan.log(f"vllm-{number}"), env=env)
 
 

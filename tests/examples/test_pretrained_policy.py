@@ -75,7 +75,9 @@ def test_each_of_two_groups_makes_a_minibatch(model_dir: Path) -> None:
     recipe = Recipe(1e-3, minibatches=2, entropy_bonus=0.0)
     policy, single = Policy(model_dir, recipe), Policy(model_dir, recipe)
     said = {"x": {"a": [11, 12, 13], "b": [14]}, "y": {"c": [15, 12], "d": [16, 17, 18, 19]}}
-    made = [groups([row(policy, name, ids, float(name in "ac"), group) for name, ids in of.items()]) for group, of in said.items()]
+    made = [
+        groups([row(policy, name, ids, float(name in "ac"), group) for name, ids in of.items()]) for group, of in said.items()
+    ]
     batch, chance = Batch([group for (group,) in made], 0), random.Random(0)
     learned = policy.reinforce(batch, batch.advantages(grpo), random.Random(0))
     assert (learned["learned_groups"], learned["learned_tokens"]) == (2, 10)

@@ -1,9 +1,9 @@
 """vLLM's server as a process of its own that need not import anything: forked off a process that has imported it, as `verbatim` is in
-tests/support/service/forked.py. On a CPU a start costs little but imports: of torch, transformers and vLLM, three times per server.
+tests/support/service/forked.py. On a CPU a start costs little but imports: of torch, transformers and vLLM, twice per server.
 
-vLLM's own processes, the engine core and the worker, are forked too; on a CPU it would start Python anew for each. So they have as many
-OpenMP threads as the first: one, for so small a model. What vLLM and torch leave in the temporary folder and in shared memory when they are
-killed has a name by which it is removed. Everything else is as vLLM does it.
+vLLM's own process, the engine core, is forked too; on a CPU it would start Python anew for it. So it has as many OpenMP threads as the
+first: one, for so small a model. What vLLM and torch leave in the temporary folder and in shared memory when they are killed has a name by
+which it is removed. Everything else is as vLLM does it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ IMPORTED_WITH = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
 }
 """What is read when a module is imported, or when a library is loaded."""
@@ -38,7 +37,7 @@ MODULES = (
     "vllm.entrypoints.launchers.api_server.entry",
     "vllm.entrypoints.openai.api_server",
     "vllm.v1.engine.core",
-    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen3",
     "vllm.model_executor.models.idefics3",
