@@ -17,8 +17,10 @@ from proxy.archive.tables import TRAJECTORIES
 from trainer_client.batch import Batch
 from trainer_client.wire import Group, decode_trajectory
 
-EXPERT_SKILL = 1 / 3
-"""The share of exercises that the expert solves; in the others it follows the habit, a command that nearly does."""
+ATTEMPTS = 2
+"""At each exercise: the expert solves it once, and once it follows the habit, a command that nearly does. With one answer to each, a model
+that imitates them for some epochs knows by heart which exercises to solve; so it stays undecided, as it should be where rewards are to
+decide."""
 
 
 def write_exercises(path: Path, exercises: Sequence[Exercise], agent: CliAgent) -> None:
@@ -31,11 +33,10 @@ def write_exercises(path: Path, exercises: Sequence[Exercise], agent: CliAgent) 
 
 
 def write_demonstrations(folder: Path, agent: CliAgent, count: int, seed: int) -> None:
-    """`folder`/tasks.jsonl, exercises of the training split, and `folder`/answers.json, what the expert does in them."""
-    rng = random.Random(f"demonstrations {seed}")
-    exercises = list(islice(draw_varied(rng, "train"), count))
-    answers = {each.instruction: each.solution if rng.random() < EXPERT_SKILL else each.habit for each in exercises}
+    """`folder`/tasks.jsonl, `count` exercises of the training split, and `folder`/answers.json, what the expert does in them."""
+    exercises = list(islice(draw_varied(random.Random(f"demonstrations {seed}"), "train"), count))
     write_exercises(folder / "tasks.jsonl", exercises, agent)
+    answers = {each.instruction: [each.solution, each.habit] for each in exercises}
     (folder / "answers.json").write_text(json.dumps(answers, indent=1) + "\n")
 
 

@@ -1,7 +1,7 @@
 """An engine that knows the answers: a server of chat completions whose model runs a given command in each exercise, and ends.
 
 Demonstrations are made with it through the agent itself: `verbatim generate` records what the expert said, in the token ids of the model
-that is to learn it. Most of the answers that it is given are wrong, which the hidden checks find out. Its logprobs are 0.
+that is to learn it. Half of the answers that it is given are wrong, which the hidden checks find out. Its logprobs are 0.
 
     python -m examples.pretrained.expert --port 8000 --model-dir model --answers answers.json --agent pi
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,12 +23,12 @@ from examples.learn.exercises import Exercise
 
 
 class Expert:
-    """`answers`: the command for each instruction. What it says is told from the messages alone."""
+    """`answers`: for each instruction the commands of its attempts, given in turn as they begin."""
 
-    def __init__(self, tokenizer: Any, agent: CliAgent, answers: Mapping[str, str]) -> None:
+    def __init__(self, tokenizer: Any, agent: CliAgent, answers: Mapping[str, Sequence[str]]) -> None:
         self._tokenizer = tokenizer
         self._agent = agent
-        self._answers = answers
+        self._answers = {asked: cycle(commands) for asked, commands in answers.items()}
 
     def reply(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """One choice of a chat completion, with ids and logprobs, and `prompt_token_ids`."""
@@ -42,9 +43,9 @@ class Expert:
 
     def _say(self, messages: Sequence[Message]) -> Message:
         asked = next(message["content"] for message in messages if message["role"] == "user")
-        played = self._agent.play(Exercise("", asked, {}, {}, "", ""), self._answers[asked])
-        turns = [message for message in played if message["role"] == "assistant"]
-        said = turns[sum(message["role"] == "assistant" for message in messages)]
+        turn = sum(message["role"] == "assistant" for message in messages)
+        played = self._agent.play(Exercise("", asked, {}, {}, "", ""), "" if turn else next(self._answers[asked]))
+        said = [message for message in played if message["role"] == "assistant"][turn]
         calls = [{**call, "id": f"call_{uuid.uuid4().hex[:12]}"} for call in said.get("tool_calls", ())]
         return {**said, "tool_calls": calls} if calls else said
 
@@ -104,7 +105,7 @@ def make_app(expert: Expert) -> web.Application:
 def main(
     port: Annotated[int, typer.Option(help="On 127.0.0.1.")],
     model_dir: Annotated[Path, typer.Option(help="Whose tokenizer and chat template it speaks.")],
-    answers: Annotated[Path, typer.Option(help="A JSON object: the command for each instruction.")],
+    answers: Annotated[Path, typer.Option(help="A JSON object: for each instruction the commands of its attempts.")],
     agent: Annotated[str, typer.Option(help=", ".join(AGENTS))],
 ) -> None:
     """Serve until stopped."""

@@ -25,7 +25,7 @@ from examples.learn.agents import AGENTS, CliAgent, with_agents
 from examples.learn.exercises import KINDS
 from examples.pretrained.acceptance import show_acceptance
 from examples.pretrained.curves import RESULTS
-from examples.pretrained.demonstrations import write_demonstrations, write_exercises
+from examples.pretrained.demonstrations import ATTEMPTS, write_demonstrations, write_exercises
 from examples.pretrained.journal import Journal
 from examples.pretrained.varied import draw_varied
 from proxy.engine.in_vllm.launch import free_port, vllm_command
@@ -45,7 +45,7 @@ async def generate(engine: Child, port: int, tasks: Path, out: Path, log: Path, 
 
 
 async def demonstrate(agent: CliAgent, count: int, seed: int, model_dir: Path, folder: Path, logs: Path) -> None:
-    """`folder`/generated: the expert's attempts at `count` exercises, recorded in the ids of the model's tokenizer."""
+    """`folder`/generated: the expert's attempts at `count` exercises, two each, recorded in the ids of the model's tokenizer."""
     write_demonstrations(folder, agent, count, seed)
     port = free_port()
     words = [
@@ -60,7 +60,7 @@ async def demonstrate(agent: CliAgent, count: int, seed: int, model_dir: Path, f
     ]
     expert = Child("the expert", [sys.executable, "-m", "examples.pretrained.expert", *words], logs / "expert.log")
     # The habits are imitated too: whatever could be judged is kept.
-    more = ["--accept", "reward >= 0"]
+    more = ["--accept", "reward >= 0", "--samples", str(ATTEMPTS)]
     await generate(expert, port, folder / "tasks.jsonl", folder / "generated", logs / "generate.log", more)
 
 

@@ -261,8 +261,10 @@ def main(
     warm_start: Annotated[
         Path | None, typer.Option(help="The folder `warm` of another run, to begin with its policy instead of a warm start.")
     ] = None,
-    demonstrations: Annotated[int, typer.Option(min=1, help="Exercises that the expert tries; it solves one in three.")] = 96,
-    epochs: Annotated[int, typer.Option(min=1, help="Of the warm start.")] = 5,
+    demonstrations: Annotated[
+        int, typer.Option(min=1, help="Exercises that the expert tries, each twice; it solves it once.")
+    ] = 64,
+    epochs: Annotated[int, typer.Option(min=1, help="Of the warm start.")] = 4,
     warm_rate: Annotated[float, typer.Option(help="The learning rate of the warm start.")] = 1e-4,
     steps: Annotated[int, typer.Option(min=1, help="Training steps; more than before let a run go on.")] = 40,
     groups: Annotated[int, typer.Option(min=1, help="Tasks per step, each of which becomes a group.")] = 8,
