@@ -76,12 +76,14 @@ def _environment(device: Device) -> dict[str, str]:
     if device == "cpu":
         # Otherwise the first call with logprobs compiles for up to 25 seconds.
         env |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        # One process runs the scheduler and the model, as vLLM has it on one GPU. Of two, each would look for the other's answer without
-        # rest until a second after the last: five short calls took 5.6 s of CPU time, and 1.0 so.
-        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        # It gives a second process as many threads: the cores but one.
-        env |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) - 1)))}
     return env
+
+
+def in_one_process(threads: int) -> dict[str, str]:
+    """Variables for a vLLM whose cores other programs use, too: its scheduler and its model run in one process, as on one GPU, and are bound
+    to no core. Of two, each looks for the other's answer without rest until a second after the last: five short calls, 1.5 s apart,
+    took 5.6 s of CPU time, and 0.7 so."""
+    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(threads)}
 
 
 def free_port() -> int:

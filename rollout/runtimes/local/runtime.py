@@ -37,7 +37,7 @@ from rollout.runtimes.command_runtime import Command, CommandRuntime
 from rollout.runtimes.disk import DiskWatch
 from rollout.runtimes.installs import claim_folder, delete_folder
 from rollout.runtimes.local import resources
-from rollout.runtimes.local.sandbox import OWN, SYSTEM, USER, View, find_private, start_sandboxed, start_supervised
+from rollout.runtimes.local.sandbox import OWN, SYSTEM, USER, View, bind_system, find_private, start_sandboxed, start_supervised
 from rollout.runtimes.local.supervisor import MARK
 from rollout.runtimes.settings import RuntimeSettings, read_environment
 from rollout.task import RuntimeSpec
@@ -83,7 +83,7 @@ class LocalKind:
         program = shutil.which("bwrap")
         if program is None:
             return "bubblewrap (bwrap) is not installed; with VERBATIM_LOCAL_SANDBOX=none the node still runs tasks without a sandbox"
-        probe = [program, "--unshare-all", "--unshare-user", "--ro-bind", "/", "/", "--proc", "/proc", "/bin/true"]
+        probe = [program, "--unshare-all", "--unshare-user", *bind_system(), "--proc", "/proc", "/bin/true"]
         process = await asyncio.create_subprocess_exec(*probe, stderr=asyncio.subprocess.PIPE)
         _, stderr = await process.communicate()
         return f"bubblewrap does not work here: {stderr.decode(errors='replace').strip()}" if process.returncode else None

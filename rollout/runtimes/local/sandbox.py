@@ -48,8 +48,7 @@ class View:
         words = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]
         words += ["--uid", str(USER), "--gid", str(USER), "--hostname", "sandbox"]
         words += ["--share-net"] if network else []
-        for name in SYSTEM:
-            words += _bind_system(Path("/", name))
+        words += bind_system()
         words += ["--proc", "/proc", "--dev", "/dev", "--dir", "/run", "--dir", "/var", "--symlink", "../tmp", "/var/tmp"]
         # /etc/resolv.conf may be a link into /run.
         words += ["--ro-bind-try", "/run/systemd/resolve", "/run/systemd/resolve"] if network else []
@@ -64,10 +63,15 @@ class View:
         return [*words, "--remount-ro", "/dev", "--remount-ro", "/"]
 
 
-def _bind_system(path: Path) -> list[str]:
-    if path.is_symlink():
-        return ["--symlink", os.readlink(path), str(path)]
-    return ["--ro-bind", str(path), str(path)] if path.is_dir() else []
+def bind_system() -> list[str]:
+    """For bubblewrap: what every sandbox sees of the system. Not all of /: a mount that goes away meanwhile would fail it."""
+    words: list[str] = []
+    for path in (Path("/", name) for name in SYSTEM):
+        if path.is_symlink():
+            words += ["--symlink", os.readlink(path), str(path)]
+        elif path.is_dir():
+            words += ["--ro-bind", str(path), str(path)]
+    return words
 
 
 def find_private(folder: Path) -> list[Path]:

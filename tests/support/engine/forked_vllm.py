@@ -22,15 +22,15 @@ from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
-from proxy.engine.in_vllm.launch import VllmServer
+from proxy.engine.in_vllm.launch import VllmServer, in_one_process
 from tests.support.engine.without_torchvision import serve_without_torchvision
 from tests.support.service.forked import Forked, await_order
 
 IMPORTED_WITH = {
     "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    **in_one_process(threads=1),
 }
 """What is read when a module is imported, or when a library is loaded."""
 MODULES = (

@@ -16,6 +16,7 @@ from typing import Any
 from rollout.runtimes.base import Executed, ProxyAddress, Runtime, RuntimeKind
 from rollout.runtimes.container.runtime import ContainerKind
 from rollout.runtimes.local.runtime import LocalKind
+from rollout.runtimes.local.sandbox import bind_system
 from rollout.runtimes.settings import RuntimeSettings
 from rollout.task import RuntimeSpec
 from tests.support.machine import unavailable
@@ -56,7 +57,7 @@ def no_sandbox() -> str | None:
     """Why there can be none here."""
     if shutil.which("bwrap") is None:
         return "bubblewrap is not installed"
-    probe = ["bwrap", "--unshare-all", "--unshare-user", "--ro-bind", "/", "/", "--proc", "/proc", "/bin/true"]
+    probe = ["bwrap", "--unshare-all", "--unshare-user", *bind_system(), "--proc", "/proc", "/bin/true"]
     tried = subprocess.run(probe, capture_output=True, text=True, check=False)
     return f"bubblewrap does not work here: {tried.stderr.strip()}" if tried.returncode else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -173,6 +174,19 @@ async def test_a_machine_without_bubblewrap_says_so(tmp_path: Path, monkeypatch:
         await kind.make(RuntimeSpec(), "t-without", NOWHERE).start()
     assert os.listdir(tmp_path) == []
     assert await LocalKind(RuntimeSettings(local_dir=tmp_path, local_sandbox="none")).probe() is None
+
+
+async def test_the_check_of_bubblewrap_asks_for_no_mount_that_may_go_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of / has every container's, and bubblewrap fails when one is gone before it gets there. This one always is."""
+    program = tmp_path / "bwrap"
+    program.write_text(
+        f'#!/bin/sh\ncase " $* " in *" / / "*) echo no such mount >&2; exit 1;; esac\nexec {shutil.which("bwrap")} "$@"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert await LocalKind(RuntimeSettings(local_dir=tmp_path)).probe() is None
 
 
 @pytest.mark.parametrize("program", [GREEDY, IN_A_MEMORY_FILE, IN_SHARED_PAGES, MANY_PROCESSES, MANY_THREADS])
