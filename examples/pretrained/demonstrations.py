@@ -18,9 +18,8 @@ from trainer_client.batch import Batch
 from trainer_client.wire import Group, decode_trajectory
 
 ATTEMPTS = 2
-"""At each exercise: the expert solves it once, and once it follows the habit, a command that nearly does. With one answer to each, a model
-that imitates them for some epochs knows by heart which exercises to solve; so it stays undecided, as it should be where rewards are to
-decide."""
+"""At each exercise: the expert solves it once, and once it follows the habit, a command that nearly does. With one answer to each, the
+rollouts of an exercise nearly always agreed after some epochs, and left nothing for rewards to decide."""
 
 
 def write_exercises(path: Path, exercises: Sequence[Exercise], agent: CliAgent) -> None:

@@ -119,11 +119,12 @@ class StoreConnection:
         attempt = partial(self._run, script, keys, args, self._durability if durable else ())
         return await (self._retry(attempt) if patient else attempt())
 
-    async def execute(self, *command: Argument, key: str | None = None) -> Any:
+    async def execute(self, *command: Argument, key: str | None = None, patient: bool = False) -> Any:
         """The command's answer. `key` selects the server of a cluster; None: the first argument, if there is one."""
         if key is None and len(command) > 1:
             key = str(command[1])
-        return (await self._send(key, (command,)))[0]
+        attempt = partial(self._send, key, (command,))
+        return (await (self._retry(attempt) if patient else attempt()))[0]
 
     async def ping(self, *, patient: bool = False) -> None:
         """Returns when every server that holds keys has answered."""

@@ -40,7 +40,7 @@ class MediaStore:
         name = keys.media_holder(session_id, created_at)
         await self._each(images, lambda digest: self._keep(name, digest, images[digest]))
         # A deletion removes the state before it reads the list: if the state is there, it will release what was kept.
-        if await self._redis.execute("HGET", keys.state(session_id), "created_at") != created.encode():
+        if await self._redis.execute("HGET", keys.state(session_id), "created_at", patient=True) != created.encode():
             await self._each(images, lambda digest: self._release(name, digest))
             raise Conflict(f"session {session_id} was deleted before its images were kept")
 
