@@ -42,7 +42,7 @@ from benchmarks.processes import machine, redis_server, request, serving
 from benchmarks.results import Grid
 from examples.demo.tiny_model import make_tiny_model
 from proxy.engine.apis.vllm_reply import GENERATE
-from proxy.engine.in_vllm.launch import VllmServer, free_port, in_one_process, vllm_command
+from proxy.engine.in_vllm.launch import VllmServer, free_port, make_one_process_env, vllm_command
 
 TOKENS = 16
 WARM_UP_ROUNDS = 15
@@ -133,7 +133,7 @@ def ways() -> Iterator[list[Way]]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verbatim-benchmark-")))
         port = free_port()
         argv, env = vllm_command(make_tiny_model(folder / "model", seed=0), port, reasoning_parser="qwen3")
-        env |= {"HF_HUB_OFFLINE": "1", **in_one_process(len(cores("load")) or 1)}
+        env |= {"HF_HUB_OFFLINE": "1", **make_one_process_env(len(cores("load")) or 1)}
         engine = VllmServer(pinned(argv, "load"), env, f"http://127.0.0.1:{port}", folder / "vllm.log")
         stack.enter_context(engine)
         asked = {"return_token_ids": True, "logprobs": True, "top_logprobs": 0}

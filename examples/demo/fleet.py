@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from examples.demo.plan import Plan
 from examples.demo.processes import Child
-from proxy.engine.in_vllm.launch import free_port, in_one_process, vllm_command
+from proxy.engine.in_vllm.launch import free_port, make_one_process_env, vllm_command
 
 T = TypeVar("T")
 
@@ -103,7 +103,7 @@ def _vllm(plan: Plan, number: int, port: int) -> Child:
     device, extra = ("gpu", [*on_gpu, *plan.engine_flags]) if plan.gpu else ("cpu", plan.engine_flags)
     argv, env = vllm_command(plan.model_dir, port, max_model_len=2048, device=device, extra=extra)
     if not plan.gpu:
-        env |= in_one_process(max(1, (os.cpu_count() or 1) // (plan.replicas + 1)))
+        env |= make_one_process_env(max(1, (os.cpu_count() or 1) // (plan.replicas + 1)))
     return Child(f"vLLM {number}", argv, plan.log(f"vllm-{number}"), env=env)
 
 

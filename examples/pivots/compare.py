@@ -1,7 +1,7 @@
-"""What a way of giving credit is worth: `python -m examples.pivots.compare`, which needs bubblewrap.
+"""Compare ways to assign credit: `python -m examples.pivots.compare`, which needs bubblewrap.
 
-The corridor is learned through tasks once by each way, for each seed from the same weights: by GRPO with `--rollouts` of each task; with
-half as many, each of which is taken back to its most uncertain call and forked there; or as by GRPO, with advantages per turn instead
+For each seed the corridor is learned through tasks once in each way, from the same weights: by GRPO with `--rollouts` of each task; with
+half as many, each of which is taken back to its most uncertain call and forked there; or as by GRPO, but with an advantage per turn
 (`examples.pivots.trainer.CREDITS`). What an arm has cost the engine by each step is counted in sampled tokens, which replayed calls of a
 fork are not. Left are the arms' steps and a picture of reward against tokens.
 """

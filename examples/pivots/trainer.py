@@ -1,4 +1,4 @@
-"""The trainer of one arm of `examples.pivots.compare`, by the way in which it gives credit (`CREDITS`).
+"""The trainer of one arm of `examples.pivots.compare`, by the way in which it assigns credit (`CREDITS`).
 
 A step leases the rollouts of its tasks. With `--credit forks` each of them is then taken back to the call whose entropy rose most above
 that of its first, and from there `--samples` forks are sampled and leased.

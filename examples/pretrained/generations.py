@@ -29,7 +29,7 @@ from examples.pretrained.curves import RESULTS
 from examples.pretrained.demonstrations import ATTEMPTS, write_demonstrations, write_exercises
 from examples.pretrained.journal import Journal
 from examples.pretrained.varied import draw_varied
-from proxy.engine.in_vllm.launch import free_port, in_one_process, vllm_command
+from proxy.engine.in_vllm.launch import free_port, make_one_process_env, vllm_command
 
 AT_ONCE = 4
 
@@ -76,7 +76,7 @@ async def generate_held_out(run: Path, agent: CliAgent, per_kind: int, samples: 
             shutil.copytree(run / "weights" / f"version-{done}", policy, dirs_exist_ok=True)
         argv, env = vllm_command(policy, port, max_model_len=2048)
         threads = max(1, (os.cpu_count() or 1) - 1)
-        engine = Child("vLLM", argv, out / "vllm.log", env={**env, **in_one_process(threads)})
+        engine = Child("vLLM", argv, out / "vllm.log", env={**env, **make_one_process_env(threads)})
         more = ["--samples", str(samples)]
         await generate(engine, port, out / "tasks.jsonl", out / "generated", out / "generate.log", more)
 

@@ -389,7 +389,7 @@ class Parsing:
         return request
 
     async def check_images(self, draft: Draft) -> None:
-        """Decode those of the request's images that the session has not had, one at a time. Raises RequestError."""
+        """Decode the request's images that the session has not sent before, one at a time. Raises RequestError."""
         turn = draft.tree.parse_turn = draft.tree.parse_turn or ParseTurn()
         async with turn.lock:
             began = time.monotonic()

@@ -79,10 +79,10 @@ def _environment(device: Device) -> dict[str, str]:
     return env
 
 
-def in_one_process(threads: int) -> dict[str, str]:
-    """Variables for a vLLM whose cores other programs use, too: its scheduler and its model run in one process, as on one GPU, and are
-    bound to no core. Of two, each looks for the other's answer without rest until a second after the last: five short calls, 1.5 s apart,
-    took 5.6 s of CPU time, and 0.7 so."""
+def make_one_process_env(threads: int) -> dict[str, str]:
+    """Variables for a vLLM on a CPU whose cores other programs use, too: its scheduler and its model run in one process, as on one GPU, and
+    are bound to no core. Two processes busy-wait for each other until a second after the last message: five short calls, 1.5 s apart, took
+    5.6 s of CPU time with two and 0.7 s with one."""
     return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(threads)}
 
 

@@ -22,7 +22,7 @@ from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
-from proxy.engine.in_vllm.launch import VllmServer, in_one_process
+from proxy.engine.in_vllm.launch import VllmServer, make_one_process_env
 from tests.support.engine.without_torchvision import serve_without_torchvision
 from tests.support.service.forked import Forked, await_order
 
@@ -30,7 +30,7 @@ IMPORTED_WITH = {
     "HF_HUB_OFFLINE": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    **in_one_process(threads=1),
+    **make_one_process_env(threads=1),
 }
 """What is read when a module is imported, or when a library is loaded."""
 MODULES = (
