@@ -21,6 +21,7 @@ from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.trees import SHAPES, Shape
 from rollout.harnesses.catalogue import load
 from tests.harnesses.agent_run import Cli
 from tests.harnesses.stage import Stage
@@ -28,15 +29,7 @@ from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import running_redis
 from tests.support.service.running_service import RunningService
 
-FILE = Path(__file__).with_name("agent_sessions.json")
 AGENTS = ("aider", "claude_code", "codex", "gemini_cli", "mini_swe_agent", "opencode", "pi", "qwen_code")
-Shape = dict[str, Any]
-
-
-def read_shapes() -> dict[str, list[Shape]]:
-    """By agent and version."""
-    shapes: dict[str, list[Shape]] = json.loads(FILE.read_text())
-    return shapes
 
 
 def describe_rows(rows: list[dict[str, Any]]) -> Iterator[Shape]:
@@ -69,8 +62,10 @@ def main() -> None:
             cli: Cli = importlib.import_module(f"tests.harnesses.test_{name}").CLI
             found[f"{cli.harness} {load(cli.harness).version}"] = play(stage, cli)
             print(f"{cli.harness}: {found[f'{cli.harness} {load(cli.harness).version}']}", flush=True)
-    FILE.write_text("{\n" + ",\n".join(f" {json.dumps(name)}: {json.dumps(shape)}" for name, shape in found.items()) + "\n}\n")
-    print(f"written: {FILE}")
+    SHAPES.write_text(
+        "{\n" + ",\n".join(f" {json.dumps(name)}: {json.dumps(shape)}" for name, shape in found.items()) + "\n}\n"
+    )
+    print(f"written: {SHAPES}")
 
 
 if __name__ == "__main__":

@@ -30,16 +30,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.agent_sessions import Shape, read_shapes
 from benchmarks.results import Grid, main, number, progress, times
-from benchmarks.trees import VOCABULARY, make_row, step_flat, step_trees
-from reconstruct.trajectory import Trajectory
+from benchmarks.trees import SIBLINGS, Shape, make_group, make_model, read_shapes, shrink, split_calls, step_flat, step_trees
 from trainer_client.batch import Batch
-from trainer_client.wire import Group
 
-SIBLINGS = 4
 MEASURED_LENGTH = 512
 """Of the longest row, where CPU seconds are measured."""
 TREE_TOKENS = 4096
@@ -62,53 +57,6 @@ class Sizes:
         per_token = 2 * self.layers * (2 * self.hidden**2 + 2 * self.hidden * self.kv + 3 * self.hidden * self.inner)
         per_pair = 4 * self.layers * self.hidden
         return 3.0 * (per_token * tokens + per_pair * pairs + 2 * self.hidden * self.vocabulary * trained)
-
-
-def make_rollout(
-    name: str, shapes: Sequence[Shape], prompt: Sequence[int], draw: Callable[[int], list[int]]
-) -> list[Trajectory]:
-    """Rows of these shapes: the first begins with `prompt`, each other one with what it shares with the one before it."""
-    rows: list[Trajectory] = []
-    for at, shape in enumerate(shapes):
-        begun = list(prompt) if not rows else rows[-1].token_ids[: shape["shared"]].tolist()
-        ids = begun + draw(sum(shape["runs"]) - len(begun))
-        mask = [sampled for place, run in enumerate(shape["runs"]) for sampled in [place % 2] * run]
-        rows.append(make_row(f"{name}.{at}", ids, mask))
-    return rows
-
-
-def make_group(shapes: Sequence[Shape], seed: int = 0) -> Batch:
-    numbers = np.random.default_rng(seed)
-
-    def draw(count: int) -> list[int]:
-        return numbers.integers(0, VOCABULARY, count).tolist()  # type: ignore[no-any-return]
-
-    prompt = draw(shapes[0]["runs"][0])
-    rows = [row for sibling in range(SIBLINGS) for row in make_rollout(f"r{sibling}", shapes, prompt, draw)]
-    return Batch([Group("g", tuple(rows))], weight_version=1)
-
-
-def split_calls(batch: Batch) -> Batch:
-    """The same as rows per call: each stretch of sampled tokens after all that stands before it."""
-    rows = []
-    for row in batch.rows:
-        ends = np.flatnonzero(np.diff(row.loss_mask, append=0) == -1) + 1
-        begun = 0
-        for end in ends.tolist():
-            mask = [int(at >= begun and sampled) for at, sampled in enumerate(row.loss_mask[:end])]
-            rows.append(make_row(f"{row.trajectory_id}.{end}", row.token_ids[:end].tolist(), mask))
-            begun = end
-    return Batch([Group("g", tuple(rows))], weight_version=1)
-
-
-def shrink(shapes: Sequence[Shape]) -> list[Shape]:
-    """The shapes with every run divided, so that no row is longer than MEASURED_LENGTH."""
-    by = max(1.0, max(sum(shape["runs"]) for shape in shapes) / MEASURED_LENGTH)
-    small: list[Shape] = []
-    for shape in shapes:
-        runs = [max(1, int(run / by)) for run in shape["runs"]]
-        small.append({"shared": min(int(shape["shared"] / by), sum(small[-1]["runs"]) if small else 0), "runs": runs})
-    return small
 
 
 def count(shapes: Sequence[Shape]) -> dict[str, dict[str, float]]:
@@ -167,7 +115,7 @@ def measure_seconds(step: Callable[[], object], model: Any, rounds: int) -> floa
 
 def measure(shapes: Sequence[Shape], model: Any, rounds: int) -> dict[str, float]:
     """CPU seconds of a step by way; the loss is held equal."""
-    merged = make_group(shrink(shapes))
+    merged = make_group(shrink(shapes, MEASURED_LENGTH))
     calls = split_calls(merged)
     ones = [np.ones(len(batch.rows), dtype=np.float32) for batch in (calls, merged)]
     parts = merged.tree(TREE_TOKENS, framework="torch", advantages=ones[1])
@@ -181,25 +129,10 @@ def measure(shapes: Sequence[Shape], model: Any, rounds: int) -> dict[str, float
     return {way: measure_seconds(step, model, rounds) for way, step in steps.items()}
 
 
-def make_model() -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=2 * MEASURED_LENGTH,
-    )
-    model = LlamaForCausalLM(config)
-    model.set_attn_implementation("sdpa")
-    return model
-
-
 def run(quick: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
-    model, agents = make_model(), read_shapes()
+    model, agents = make_model("cpu", torch.float32), read_shapes()
+    model.set_attn_implementation("sdpa")
     chosen = list(agents.items())[: 2 if quick else None]
     found = {}
     with progress() as bar:

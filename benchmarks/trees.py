@@ -1,18 +1,20 @@
-"""A training step on trees of rows beside the same step on flat rows: tokens, time, and how far loss and gradients are apart.
+"""A training step on trees of rows beside the same step on flat rows: seconds, memory, and how far loss and gradients are apart.
 
-    python -m benchmarks.trees                                   # on the CPU, a small model in float32
-    python -m benchmarks.trees --device cuda --dtype bfloat16 --layers 28 --hidden 1024 --scale 16
+    python -m benchmarks.trees                                    # on the CPU, a small model, lengths divided
+    python -m benchmarks.trees --device cuda --dtype bfloat16     # SmolLM2-135M's shape, at the lengths that were recorded
 
-The rows are made: a group of rollouts that share their task's prompt and part at different turns. Flat rows go through the model one at
-a time with causal attention, as a trainer without padding computes them; trees go through it with FlexAttention on CUDA and a dense
-mask elsewhere. Needs torch and transformers and nothing of the service.
+A group is four rollouts of one task, shaped as the recorded sessions of an agent (`agent_sessions.json`). Rows per call and merged rows go
+through the model one at a time with causal attention, as a trainer without padding computes them; trees go through it with FlexAttention
+on CUDA and a dense mask elsewhere. Needs torch and transformers and nothing of the service.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,16 @@ from trainer_client.tree import TreeBatch
 from trainer_client.wire import Group
 
 VOCABULARY = 8192
+SIBLINGS = 4
+SHAPES = Path(__file__).with_name("agent_sessions.json")
+Shape = dict[str, Any]
+"""Of a row: `agent_sessions.py` says what `shared` and `runs` are."""
+
+
+def read_shapes() -> dict[str, list[Shape]]:
+    """By agent and version."""
+    shapes: dict[str, list[Shape]] = json.loads(SHAPES.read_text())
+    return shapes
 
 
 def make_row(name: str, ids: list[int], mask: list[int]) -> Trajectory:
@@ -49,28 +61,51 @@ def make_row(name: str, ids: list[int], mask: list[int]) -> Trajectory:
     )
 
 
-def make_group(scale: int, siblings: int, seed: int = 0) -> Batch:
-    """Rollouts of one task: a prompt of 256 tokens, then 6 turns of 16 sampled tokens and 48 of a tool's answer, all times `scale`.
-    Half of the rollouts part at once, the others after a turn or two that they share."""
+def make_rollout(
+    name: str, shapes: Sequence[Shape], prompt: Sequence[int], draw: Callable[[int], list[int]]
+) -> list[Trajectory]:
+    """Rows of these shapes: the first begins with `prompt`, each other one with what it shares with the one before it."""
+    rows: list[Trajectory] = []
+    for at, shape in enumerate(shapes):
+        begun = list(prompt) if not rows else rows[-1].token_ids[: shape["shared"]].tolist()
+        ids = begun + draw(sum(shape["runs"]) - len(begun))
+        mask = [sampled for place, run in enumerate(shape["runs"]) for sampled in [place % 2] * run]
+        rows.append(make_row(f"{name}.{at}", ids, mask))
+    return rows
+
+
+def make_group(shapes: Sequence[Shape], seed: int = 0) -> Batch:
     numbers = np.random.default_rng(seed)
 
     def draw(count: int) -> list[int]:
-        return numbers.integers(0, VOCABULARY, count * scale).tolist()  # type: ignore[no-any-return]
+        return numbers.integers(0, VOCABULARY, count).tolist()  # type: ignore[no-any-return]
 
-    def make_turn() -> tuple[list[int], list[int]]:
-        return draw(16) + draw(48), [1] * (16 * scale) + [0] * (48 * scale)
-
-    prompt, shared = draw(256), [make_turn(), make_turn()]
-    rows = []
-    for at in range(siblings):
-        begun = shared[: max(0, at - siblings // 2) % 3]
-        turns = begun + [make_turn() for _ in range(6 - len(begun))]
-        ids, mask = list(prompt), [0] * len(prompt)
-        for more, marks in turns:
-            ids += more
-            mask += marks
-        rows.append(make_row(f"r{at}", ids, mask))
+    prompt = draw(shapes[0]["runs"][0])
+    rows = [row for sibling in range(SIBLINGS) for row in make_rollout(f"r{sibling}", shapes, prompt, draw)]
     return Batch([Group("g", tuple(rows))], weight_version=1)
+
+
+def split_calls(batch: Batch) -> Batch:
+    """The same as rows per call: each stretch of sampled tokens after all that stands before it."""
+    rows = []
+    for row in batch.rows:
+        ends = np.flatnonzero(np.diff(row.loss_mask, append=0) == -1) + 1
+        begun = 0
+        for end in ends.tolist():
+            mask = [int(at >= begun and sampled) for at, sampled in enumerate(row.loss_mask[:end])]
+            rows.append(make_row(f"{row.trajectory_id}.{end}", row.token_ids[:end].tolist(), mask))
+            begun = end
+    return Batch([Group("g", tuple(rows))], weight_version=1)
+
+
+def shrink(shapes: Sequence[Shape], longest: int) -> list[Shape]:
+    """The shapes with every run divided, so that no row is longer than `longest`."""
+    by = max(1.0, max(sum(shape["runs"]) for shape in shapes) / longest)
+    small: list[Shape] = []
+    for shape in shapes:
+        runs = [max(1, int(run / by)) for run in shape["runs"]]
+        small.append({"shared": min(int(shape["shared"] / by), sum(small[-1]["runs"]) if small else 0), "runs": runs})
+    return small
 
 
 def objective(logprobs: Any, inference_logprobs: Any, advantages: Any) -> Any:
@@ -107,62 +142,105 @@ def step_trees(model: Any, parts: Iterable[TreeBatch], flex: bool, dtype: Any) -
     return total
 
 
-def measure(model: Any, step: Callable[[], float], rounds: int) -> tuple[float, float, list[torch.Tensor]]:
-    """The loss, the shortest time of a step in seconds after one that is not counted, and the gradients."""
-    times, loss = [], 0.0
-    for _ in range(rounds + 1):
-        model.zero_grad()
-        began = time.perf_counter()
-        loss = step()
-        if model.device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return loss, min(times[1:]), [parameter.grad.detach().float().cpu() for parameter in model.parameters()]
+def make_model(device: str, dtype: torch.dtype) -> Any:
+    """On CUDA of SmolLM2-135M's shape, but for the vocabulary; elsewhere a small one."""
+    torch.manual_seed(0)
+    layers, hidden, heads, kv_heads, inner = (30, 576, 9, 3, 1536) if device.startswith("cuda") else (4, 128, 2, 1, 384)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=2**17,
+    )
+    return LlamaForCausalLM(config).to(device=device, dtype=dtype)
+
+
+class Measurement:
+    """Steps of one model: what each takes, and its gradient."""
+
+    def __init__(self, model: Any, rounds: int) -> None:
+        self._model = model
+        self._rounds = rounds
+        self._cuda = model.device.type == "cuda"
+
+    def take(self, attention: str, step: Callable[[], float]) -> tuple[dict[str, float], list[torch.Tensor]]:
+        """The loss, the least seconds of a step after one that is not counted, and the peak of the GPU's memory in GB; the gradients."""
+        self._model.set_attn_implementation(attention)
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+        times, loss = [], 0.0
+        for _ in range(self._rounds + 1):
+            self._model.zero_grad()
+            began = time.perf_counter()
+            loss = step()
+            if self._cuda:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+        found = {"loss": loss, "seconds": min(times[1:]), "first_seconds": times[0]}
+        if self._cuda:
+            found["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        return found, [parameter.grad.detach().double().cpu() for parameter in self._model.parameters()]
+
+
+def compare_gradients(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """|found - expected| / |expected|."""
+    apart = sum(float(((one - other) ** 2).sum()) for one, other in zip(found, expected, strict=True))
+    return float((apart / sum(float((each**2).sum()) for each in expected)) ** 0.5)
+
+
+def measure_agent(measurement: Measurement, model: Any, shapes: Sequence[Shape], ways: Sequence[str]) -> dict[str, Any]:
+    """A step on the group in each way."""
+    merged, flex = make_group(shapes), model.device.type == "cuda"
+    calls = split_calls(merged)
+    ones = [np.ones(len(batch.rows), dtype=np.float32) for batch in (calls, merged)]
+    parts = merged.tree(10**6, framework="torch", advantages=ones[1])
+    flat = {"per call": (calls, ones[0]), "merged": (merged, ones[1])}
+    found: dict[str, Any] = {
+        "tokens": {way: sum(len(row.token_ids) for row in batch.rows) for way, (batch, _) in flat.items()}
+        | {"trees": sum(len(part.token_ids) for part in parts)}
+    }
+    gradients = {}
+    for way in ways:
+        if way == "trees":
+            attention, step = "flex_attention" if flex else "sdpa", lambda: step_trees(model, parts, flex, model.dtype)
+        else:
+            attention, step = "sdpa", lambda way=way: step_flat(model, *flat[way])
+        found[way], gradients[way] = measurement.take(attention, step)
+    if "merged" in ways:
+        for way in gradients.keys() - {"merged"}:
+            found[way]["gradient_apart"] = compare_gradients(gradients[way], gradients["merged"])
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--scale", type=int, default=1, help="1: rows of 640 tokens")
-    parser.add_argument("--siblings", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--budget", type=int, default=10**6, help="distinct tokens of one sequence")
+    parser.add_argument("--dtype", default="float32", help="float64 has no FlexAttention")
+    parser.add_argument("--agents", default="", help="beginnings of their names, with commas; all without")
+    parser.add_argument("--ways", default="per call,merged,trees", help="with commas")
+    parser.add_argument("--longest", type=int, help="tokens of a row, to which longer ones are divided; on the CPU 512 without")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="where the figures are written")
     args = parser.parse_args()
-    torch.manual_seed(0)
-    dtype, flex = getattr(torch, args.dtype), args.device.startswith("cuda")
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=args.hidden,
-        intermediate_size=3 * args.hidden,
-        num_hidden_layers=args.layers,
-        num_attention_heads=max(2, args.hidden // 64),
-        num_key_value_heads=max(1, args.hidden // 128),
-        max_position_embeddings=2**17,
-    )
-    model = LlamaForCausalLM(config).to(device=args.device, dtype=dtype)
-    batch = make_group(args.scale, args.siblings)
-    advantages = np.random.default_rng(1).normal(size=len(batch.rows)).astype(np.float32)
-    parts = batch.tree(args.budget, framework="torch", advantages=advantages)
-    tokens = sum(len(data.token_ids) for data in parts)
-    model.set_attn_implementation("sdpa")
-    flat_loss, flat_seconds, flat_gradients = measure(model, lambda: step_flat(model, batch, advantages), args.rounds)
-    if flex:
-        model.set_attn_implementation("flex_attention")
-    loss, seconds, gradients = measure(model, lambda: step_trees(model, parts, flex, dtype), args.rounds)
-    scale = max(float(each.abs().max()) for each in flat_gradients)
-    apart = max(float((one - other).abs().max()) for one, other in zip(gradients, flat_gradients, strict=True))
-    norm = sum(float(((one - other) ** 2).sum()) for one, other in zip(gradients, flat_gradients, strict=True)) ** 0.5
-    whole = sum(float((each**2).sum()) for each in flat_gradients) ** 0.5
-    flat_tokens = sum(data.flat_tokens for data in parts)
-    print(
-        f"rows {len(batch.rows)}, tokens flat {flat_tokens}, distinct {tokens} ({flat_tokens / tokens:.2f}x fewer), {len(parts)} sequences"
-    )
-    print(f"step flat {flat_seconds:.3f} s, trees {seconds:.3f} s ({flat_seconds / seconds:.2f}x faster)")
-    print(f"loss {flat_loss:.6f} and {loss:.6f}; largest gradient {scale:.3g}, largest difference {apart:.3g}")
-    print(f"|difference of gradients| / |gradient| {norm / whole:.3g}")
+    model = make_model(args.device, getattr(torch, args.dtype))
+    cuda = model.device.type == "cuda"
+    longest, measurement = args.longest or (10**9 if cuda else 512), Measurement(model, args.rounds)
+    result = {
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "torch": torch.__version__,
+        "dtype": args.dtype,
+        "agents": {},
+    }
+    for agent, shapes in read_shapes().items():
+        if agent.startswith(tuple(args.agents.split(","))):
+            found = measure_agent(measurement, model, shrink(shapes, longest), args.ways.split(","))
+            result["agents"][agent] = found
+            print(agent, json.dumps(found), flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from benchmarks.agent_sessions import describe_rows, read_shapes
-from benchmarks.agent_trees import COUNTED, Sizes, count, make_group, make_model, measure, shrink, split_calls, tables
+from benchmarks.agent_sessions import describe_rows
+from benchmarks.agent_trees import COUNTED, MEASURED_LENGTH, Sizes, count, measure, tables
+from benchmarks.trees import Measurement, make_group, make_model, measure_agent, read_shapes, shrink, split_calls
 
 SHAPES = [{"shared": 0, "runs": [4, 2, 1, 1]}, {"shared": 3, "runs": [5, 2]}]
 """4 given, 2 sampled, 1 given, 1 sampled; and a branch of 5 given, of which 3 are the first row's, and 2 sampled."""
@@ -55,17 +56,27 @@ def test_every_way_has_the_same_loss_and_is_measured() -> None:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        assert set(measure(SHAPES, make_model(), 1)) == {"per call", "merged", "trees"}
+        model = make_model("cpu", torch.float32)
+        assert set(measure(SHAPES, model, 1)) == {"per call", "merged", "trees"}
     finally:
         torch.set_num_threads(threads)
+
+
+def test_every_way_has_the_same_gradient() -> None:
+    model = make_model("cpu", torch.float64)
+    found = measure_agent(Measurement(model, 1), model, SHAPES, ["per call", "merged", "trees"])
+    assert found["tokens"] == {"per call": 4 * 21, "merged": 4 * 15, "trees": 4 + 4 * 8}
+    # Losses are of logprobs in float32.
+    assert found["per call"]["gradient_apart"] < 1e-6 and found["trees"]["gradient_apart"] < 1e-6
+    np.testing.assert_allclose([found[way]["loss"] for way in ("per call", "trees")], found["merged"]["loss"], rtol=1e-6)
 
 
 def test_recorded_sessions_fit_the_measured_length() -> None:
     shapes = read_shapes()
     assert len(shapes) >= 8
     for rows in shapes.values():
-        small = shrink(rows)
-        assert max(sum(row["runs"]) for row in small) <= 512 + max(len(row["runs"]) for row in rows)
+        small = shrink(rows, MEASURED_LENGTH)
+        assert max(sum(row["runs"]) for row in small) <= MEASURED_LENGTH + max(len(row["runs"]) for row in rows)
         assert all(np.all(np.array(row["runs"][1:]) > 0) for row in small)
         make_group(small)
 
