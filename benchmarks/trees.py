@@ -223,24 +223,21 @@ def main() -> None:
     parser.add_argument("--ways", default="per call,merged,trees", help="with commas")
     parser.add_argument("--longest", type=int, help="tokens of a row, to which longer ones are divided; on the CPU 512 without")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="where the figures are written")
+    parser.add_argument("--json", type=Path, help="a file to which a line is added for each agent")
     args = parser.parse_args()
     model = make_model(args.device, getattr(torch, args.dtype))
     cuda = model.device.type == "cuda"
     longest, measurement = args.longest or (10**9 if cuda else 512), Measurement(model, args.rounds)
-    result = {
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "torch": torch.__version__,
-        "dtype": args.dtype,
-        "agents": {},
-    }
+    head = {"device": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__, "dtype": args.dtype}
     for agent, shapes in read_shapes().items():
         if agent.startswith(tuple(args.agents.split(","))):
-            found = measure_agent(measurement, model, shrink(shapes, longest), args.ways.split(","))
-            result["agents"][agent] = found
-            print(agent, json.dumps(found), flush=True)
+            line = json.dumps(
+                head | {"agent": agent} | measure_agent(measurement, model, shrink(shapes, longest), args.ways.split(","))
+            )
+            print(line, flush=True)
             if args.json:
-                args.json.write_text(json.dumps(result, indent=1) + "\n")
+                with args.json.open("a") as lines:
+                    lines.write(line + "\n")
 
 
 if __name__ == "__main__":

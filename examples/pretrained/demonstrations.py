@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -14,12 +15,15 @@ from examples.learn.exercises import Exercise
 from examples.pretrained.varied import draw_varied
 from proxy.archive.folder import ArchiveError, ArchiveReader, read_table
 from proxy.archive.tables import TRAJECTORIES
+from reconstruct.trajectory import Trajectory
 from trainer_client.batch import Batch
 from trainer_client.wire import Group, decode_trajectory
 
 ATTEMPTS = 2
 """At each exercise: the expert solves it once, and once it follows the habit, a command that nearly does. With one answer to each, the
 rollouts of an exercise nearly always agreed after some epochs, and left nothing for rewards to decide."""
+FAILED_COUNTS = 2
+"""An attempt that failed counts as often. So a policy that knows all of them solves a third, and both answers are tried."""
 
 
 def write_exercises(path: Path, exercises: Sequence[Exercise], agent: CliAgent) -> None:
@@ -47,13 +51,16 @@ def is_complete(generated: Path) -> bool:
         return False
 
 
-def read_accepted(generated: Path) -> Batch:
-    """The accepted rows of a folder that `verbatim generate` wrote, each a group of its own."""
+def read_demonstrations(generated: Path) -> Batch:
+    """The accepted rows of a folder that `verbatim generate` wrote, a group for each exercise; those that failed come again."""
     folder = generated / "accepted"
     parts = [part["files"]["trajectories"]["name"] for part in ArchiveReader(folder).parts if "trajectories" in part["files"]]
     rows = [row for name in parts for row in read_table(folder / name, "trajectories")]
-    decoded = [decode_trajectory({**row, **_load_json(row)}) for row in rows]
-    return Batch([Group(row.trajectory_id, (row,)) for row in decoded], weight_version=0)
+    exercises: dict[str, list[Trajectory]] = defaultdict(list)
+    for row in rows:
+        decoded = decode_trajectory({**row, **_load_json(row)})
+        exercises[decoded.task_id] += [decoded] * (1 if decoded.reward else FAILED_COUNTS)
+    return Batch([Group(name, tuple(attempts)) for name, attempts in exercises.items()], weight_version=0)
 
 
 def _load_json(row: Mapping[str, Any]) -> dict[str, Any]:

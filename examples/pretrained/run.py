@@ -264,14 +264,14 @@ def main(
     demonstrations: Annotated[
         int, typer.Option(min=1, help="Exercises that the expert tries, each twice; it solves it once.")
     ] = 64,
-    epochs: Annotated[int, typer.Option(min=1, help="Of the warm start.")] = 4,
+    epochs: Annotated[int, typer.Option(min=1, help="Of the warm start.")] = 6,
     warm_rate: Annotated[float, typer.Option(help="The learning rate of the warm start.")] = 1e-4,
     steps: Annotated[int, typer.Option(min=1, help="Training steps; more than before let a run go on.")] = 40,
     groups: Annotated[int, typer.Option(min=1, help="Tasks per step, each of which becomes a group.")] = 8,
     rollouts: Annotated[int, typer.Option(min=2, help="Rollouts per task.")] = 4,
     held_out: Annotated[int, typer.Option(min=1, help="Held-out exercises per trial; there are eight kinds.")] = 48,
     held_out_every: Annotated[int, typer.Option(min=1, help="Steps between their trials.")] = 8,
-    learning_rate: Annotated[float, typer.Option()] = 1.5e-5,
+    learning_rate: Annotated[float, typer.Option()] = 2e-5,
     seed: Annotated[int, typer.Option()] = 0,
     push: Annotated[bool, typer.Option(help="--no-push: the engine never gets the new weights; the curve stays flat.")] = True,
     shuffle_rewards: Annotated[

@@ -235,7 +235,7 @@ def train(
     journal = Journal(results)
     journal.mend()
     done = journal.done
-    policy = Policy(Path(model_dir), Recipe(learning_rate, minibatches=2, entropy_bonus=0.0))
+    policy = Policy(Path(model_dir), Recipe(learning_rate, minibatches=1, entropy_bonus=0.0))
     if done:
         policy.load(weights_dir / f"version-{done}", checkpoints / f"version-{done}" / OPTIMIZER)
     with connected(url) as (admin, client):

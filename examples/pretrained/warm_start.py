@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from examples.demo.trainer import Recipe, write
-from examples.pretrained.demonstrations import read_accepted
+from examples.pretrained.demonstrations import read_demonstrations
 from examples.pretrained.policy import Policy
 from trainer_client.batch import Batch
 
@@ -25,15 +25,15 @@ def warm_start(
     demonstrations: Annotated[Path, typer.Option(help="What `verbatim generate` wrote.")],
     out: Annotated[Path, typer.Option(help="Where the policy is written; it is there when all of it is.")],
     log: Annotated[Path, typer.Option(help="One JSON line per optimizer step.")],
-    rows: Annotated[int, typer.Option(help="Demonstrations per optimizer step.")] = 16,
-    epochs: Annotated[int, typer.Option()] = 2,
+    exercises: Annotated[int, typer.Option(help="Whose demonstrations make an optimizer step.")] = 8,
+    epochs: Annotated[int, typer.Option()] = 6,
     learning_rate: Annotated[float, typer.Option()] = 1e-4,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Imitate for `epochs` epochs and write the policy."""
-    batch, policy = read_accepted(demonstrations), Policy(model_dir, Recipe(learning_rate))
+    batch, policy = read_demonstrations(demonstrations), Policy(model_dir, Recipe(learning_rate))
     log.unlink(missing_ok=True)
-    for number, part in enumerate(_shuffle(batch, rows, epochs, random.Random(seed)), start=1):
+    for number, part in enumerate(_shuffle(batch, exercises, epochs, random.Random(seed)), start=1):
         started = time.monotonic()
         loss, flat = policy.imitate(part), sum(len(row.token_ids) for row in part.rows)
         write(log, {"step": number, "rows": len(part), "tokens": flat, "loss": loss, "seconds": time.monotonic() - started})
@@ -43,11 +43,11 @@ def warm_start(
     unfinished.rename(out)
 
 
-def _shuffle(batch: Batch, rows: int, epochs: int, rng: random.Random) -> Iterator[Batch]:
+def _shuffle(batch: Batch, exercises: int, epochs: int, rng: random.Random) -> Iterator[Batch]:
     for _ in range(epochs):
         groups = rng.sample(batch.groups, len(batch.groups))
-        for start in range(0, len(groups), rows):
-            yield Batch(groups[start : start + rows], weight_version=batch.weight_version)
+        for start in range(0, len(groups), exercises):
+            yield Batch(groups[start : start + exercises], weight_version=batch.weight_version)
 
 
 if __name__ == "__main__":
