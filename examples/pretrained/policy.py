@@ -5,7 +5,7 @@ Supervised on demonstrations, and by the demo's clipped objective on rewarded ro
 
 from __future__ import annotations
 
-import random
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,25 +63,27 @@ class Policy:
         self._step()
         return total
 
-    def reinforce(self, batch: Batch, advantages: NDArray[np.float32], rng: random.Random) -> dict[str, float]:
-        """Train on the batch, whole groups at a time; means over its tokens. A group whose rollouts earned the same teaches nothing."""
+    def reinforce(self, batch: Batch, advantages: NDArray[np.float32]) -> dict[str, float]:
+        """One optimizer step on the batch; means over the tokens that teach. A group whose rollouts earned the same teaches nothing.
+
+        One step and not several: each would follow the few exercises in it, and undo what others had taught.
+        """
         members = [np.flatnonzero(batch.columns.group_index == group) for group in range(len(batch.groups))]
         groups = [rows for rows in members if np.any(advantages[rows])]
-        rng.shuffle(groups)
-        sums, tokens = {"loss": 0.0, "clipped": 0.0, "off_policy": 0.0}, 0
-        for part in range(min(self._recipe.minibatches, len(groups))):
-            rows = np.concatenate(groups[part :: self._recipe.minibatches]).tolist()
-            trees = self._make_trees(batch, advantages=advantages, rows=rows)
-            sampled = sum(len(tree.trained_index) for tree in trees)
-            self._optimizer.zero_grad()
-            for tree in trees:
-                per_token = tree.advantages[tree.segment_index]
-                for name, value in accumulate(self.model, tree, sampled, self._recipe, per_token).items():
-                    sums[name] += value
-            self._step()
-            tokens += sampled
-        told = {"learned_groups": len(groups), "learned_tokens": tokens}
-        return told | {name: value / max(1, tokens) for name, value in sums.items()}
+        if not groups:
+            return {"learned_groups": 0, "learned_tokens": 0, "loss": 0.0, "clipped": 0.0, "off_policy": 0.0}
+        trees = self._make_trees(batch, advantages=advantages, rows=np.concatenate(groups).tolist())
+        tokens = sum(len(tree.trained_index) for tree in trees)
+        self._optimizer.zero_grad()
+        sums: Counter[str] = Counter()
+        for tree in trees:
+            sums.update(accumulate(self.model, tree, tokens, self._recipe, tree.advantages[tree.segment_index]))
+        self._step()
+        return {
+            "learned_groups": len(groups),
+            "learned_tokens": tokens,
+            **{name: value / tokens for name, value in sums.items()},
+        }
 
     def _make_trees(self, batch: Batch, **selected: Any) -> list[TreeBatch]:
         trees = batch.tree(self._find_budget(batch), framework="torch", **selected)

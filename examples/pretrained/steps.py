@@ -111,7 +111,7 @@ class Training:
             watch.stop("recompute")
             chance = random.Random(f"chance {self._rules.seed} {step}")
             advantages = batch.advantages(shuffle_rewards(grpo, chance) if self._rules.shuffled else grpo)
-            learned = self._policy.reinforce(batch, advantages, chance)
+            learned = self._policy.reinforce(batch, advantages)
             watch.stop("learn")
             self._put_aside(step)
             watch.stop("save")
@@ -235,7 +235,7 @@ def train(
     journal = Journal(results)
     journal.mend()
     done = journal.done
-    policy = Policy(Path(model_dir), Recipe(learning_rate, minibatches=1, entropy_bonus=0.0))
+    policy = Policy(Path(model_dir), Recipe(learning_rate, entropy_bonus=0.0))
     if done:
         policy.load(weights_dir / f"version-{done}", checkpoints / f"version-{done}" / OPTIMIZER)
     with connected(url) as (admin, client):

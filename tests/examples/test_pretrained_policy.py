@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -56,37 +55,32 @@ def gradients(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize("token_budget", [1, 1024], ids=["a sequence per row", "one tree"])
 def test_the_gradient_on_trees_is_the_sum_of_those_on_single_rows(token_budget: int, model_dir: Path) -> None:
     """Also where the rows are longer than a sequence should be."""
-    recipe = Recipe(1e-3, minibatches=1, max_gradient=1e9, token_budget=token_budget, entropy_bonus=0.0)
+    recipe = Recipe(1e-3, max_gradient=1e9, token_budget=token_budget, entropy_bonus=0.0)
     policy, single = Policy(model_dir, recipe), Policy(model_dir, recipe).model
     batch = rewarded(policy)
     advantages = batch.advantages(grpo)
     trees = [batch.tree(100, rows=[at], advantages=advantages, framework="torch")[0] for at in range(len(batch))]
     sampled = sum(len(tree.trained_index) for tree in trees)
     loss = sum(accumulate(single, tree, sampled, recipe, tree.advantages[tree.segment_index])["loss"] for tree in trees)
-    learned = policy.reinforce(batch, advantages, random.Random(0))
+    learned = policy.reinforce(batch, advantages)
     assert learned["loss"] == pytest.approx(loss / sampled, abs=1e-6)
     assert (learned["learned_groups"], learned["learned_tokens"]) == (1, sampled)
     assert torch.allclose(gradients(policy.model), gradients(single), atol=1e-6)
     assert gradients(single).abs().max() > 1e-3
 
 
-def test_each_of_two_groups_makes_a_minibatch(model_dir: Path) -> None:
-    """The weights are those of two steps, one on each group."""
-    recipe = Recipe(1e-3, minibatches=2, entropy_bonus=0.0)
-    policy, single = Policy(model_dir, recipe), Policy(model_dir, recipe)
-    said = {"x": {"a": [11, 12, 13], "b": [14]}, "y": {"c": [15, 12], "d": [16, 17, 18, 19]}}
-    made = [
-        groups([row(policy, name, ids, float(name in "ac"), group) for name, ids in of.items()]) for group, of in said.items()
-    ]
-    batch, chance = Batch([group for (group,) in made], 0), random.Random(0)
-    learned = policy.reinforce(batch, batch.advantages(grpo), random.Random(0))
+def test_groups_that_teach_make_one_step_and_the_others_change_nothing(model_dir: Path) -> None:
+    """The weights are those of a step on the two groups alone."""
+    policy, other = (Policy(model_dir, Recipe(1e-3, entropy_bonus=0.0)) for _ in range(2))
+    said = {"x": {"a": [11, 12, 13], "b": [14]}, "y": {"c": [15, 12], "d": [16, 17, 18, 19]}, "z": {"e": [12], "f": [13]}}
+    made = []
+    for name, of in said.items():
+        made += groups([row(policy, each, ids, float(each in "acef"), name) for each, ids in of.items()])
+    every, teaching = Batch(made, 0), Batch(made[:2], 0)
+    learned = policy.reinforce(every, every.advantages(grpo))
     assert (learned["learned_groups"], learned["learned_tokens"]) == (2, 10)
-    order = [0, 1]
-    chance.shuffle(order)
-    for at in order:
-        one = Batch(made[at], 0)
-        single.reinforce(one, one.advantages(grpo), random.Random(0))
-    assert all(torch.allclose(single.weights()[name], tensor, atol=1e-6) for name, tensor in policy.weights().items())
+    assert learned == other.reinforce(teaching, teaching.advantages(grpo))
+    assert all(torch.equal(other.weights()[name], tensor) for name, tensor in policy.weights().items())
 
 
 def test_recomputing_finds_the_one_token_that_is_off(model_dir: Path) -> None:
@@ -104,7 +98,7 @@ def test_a_group_whose_rollouts_earned_the_same_teaches_nothing(model_dir: Path)
     policy = Policy(model_dir, Recipe(1e-3))
     before = {name: tensor.clone() for name, tensor in policy.weights().items()}
     batch = Batch(groups([row(policy, "a", [11], 1.0), row(policy, "b", [12], 1.0)]), 0)
-    assert policy.reinforce(batch, batch.advantages(grpo), random.Random(0))["learned_groups"] == 0
+    assert policy.reinforce(batch, batch.advantages(grpo))["learned_groups"] == 0
     assert all(torch.equal(before[name], tensor) for name, tensor in policy.weights().items())
 
 
@@ -117,13 +111,13 @@ def test_imitation_makes_the_demonstrated_tokens_likely(model_dir: Path) -> None
 
 def test_a_policy_taken_up_goes_on_as_if_it_had_not_been_put_aside(model_dir: Path, tmp_path: Path) -> None:
     """The optimizer's moments matter: a second step after both ways gives the same weights, to the bit."""
-    policy = Policy(model_dir, Recipe(1e-3, minibatches=1))
+    policy = Policy(model_dir, Recipe(1e-3))
     first, second = rewarded(policy), rewarded(policy)
-    policy.reinforce(first, first.advantages(grpo), random.Random(0))
+    policy.reinforce(first, first.advantages(grpo))
     folder = write_weights(policy.weights(), tmp_path, 1)
     policy.save_optimizer(tmp_path / "optimizer.pt")
-    taken_up = Policy(model_dir, Recipe(1e-3, minibatches=1))
+    taken_up = Policy(model_dir, Recipe(1e-3))
     taken_up.load(folder, tmp_path / "optimizer.pt")
     for each in (policy, taken_up):
-        each.reinforce(second, second.advantages(grpo), random.Random(1))
+        each.reinforce(second, second.advantages(grpo))
     assert all(torch.equal(taken_up.weights()[name], tensor) for name, tensor in policy.weights().items())

@@ -21,7 +21,7 @@ from examples.demo.tiny_model import make_tiny_model
 from examples.learn.agents import AGENTS
 from examples.learn.exercises import KINDS, make_check
 from examples.pretrained.acceptance import ALL, count_attempts
-from examples.pretrained.demonstrations import is_complete, read_accepted, write_demonstrations
+from examples.pretrained.demonstrations import is_complete, read_demonstrations, write_demonstrations
 from examples.pretrained.expert import Expert, make_app
 from examples.pretrained.journal import Journal
 from examples.pretrained.run import Settings, describe, open_run
@@ -140,19 +140,21 @@ def test_the_expert_solves_an_exercise_once_and_follows_the_habit_once(tokenizer
         assert say(4)["content"] == agent.end
 
 
-def test_the_accepted_rows_are_read_as_they_were_recorded(tmp_path: Path) -> None:
+def test_demonstrations_are_read_as_they_were_recorded_those_that_failed_twice(tmp_path: Path) -> None:
     """Whatever columns an archive has beside theirs; before it is complete, a generation counts as unfinished."""
-    rows = [trajectory("a", session="s"), trajectory("b", session="s", versions=(5, 5, 5))]
+    solved, other = trajectory("a", session="s"), trajectory("c", session="s", task_id="task-2")
+    failed = trajectory("b", session="s", versions=(5, 5, 5), reward=0.0)
     state = defaultdict(lambda: None, session_id="s", created_at=1.0, status="completed", reward_metadata={})
     assert not is_complete(tmp_path)
     with ArchiveWriter(tmp_path / "accepted") as writer:
-        writer.add(ArchivedSession(state, [], trajectories=[encode_row(row, arrays="bytes") for row in rows]))
+        rows = [encode_row(row, arrays="bytes") for row in (solved, other, failed)]
+        writer.add(ArchivedSession(state, [], trajectories=rows))
         writer.flush()
         assert not is_complete(tmp_path)
         writer.finish({})
-    batch = read_accepted(tmp_path)
-    assert is_complete(tmp_path) and [row.trajectory_id for row in batch.rows] == ["a", "b"]
-    assert [encode_row(row) for row in batch.rows] == [encode_row(row) for row in rows]
+    batch = read_demonstrations(tmp_path)
+    assert is_complete(tmp_path) and [group.group_id for group in batch.groups] == ["task-1", "task-2"]
+    assert [encode_row(row) for row in batch.rows] == [encode_row(row) for row in (solved, failed, failed, other)]
 
 
 # Going on
