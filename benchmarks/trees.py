@@ -218,7 +218,7 @@ def measure_agent(measurement: Measurement, model: Any, shapes: Sequence[Shape],
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", help="float64 has no FlexAttention")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--agents", default="", help="beginnings of their names, with commas; all without")
     parser.add_argument("--ways", default="per call,merged,trees", help="with commas")
     parser.add_argument("--longest", type=int, help="tokens of a row, to which longer ones are divided; on the CPU 512 without")
