@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from benchmarks.results import Grid, main, number, progress, times
-from benchmarks.trees import SIBLINGS, Shape, make_group, make_model, read_shapes, shrink, split_calls, step_flat, step_trees
+from benchmarks.trees import SIBLINGS, Shape, make_group, make_model, make_steps, read_shapes, shrink, split_calls
 from trainer_client.batch import Batch
 
 MEASURED_LENGTH = 512
@@ -115,15 +115,8 @@ def measure_seconds(step: Callable[[], object], model: Any, rounds: int) -> floa
 
 def measure(shapes: Sequence[Shape], model: Any, rounds: int) -> dict[str, float]:
     """CPU seconds of a step by way; the loss is held equal."""
-    merged = make_group(shrink(shapes, MEASURED_LENGTH))
-    calls = split_calls(merged)
-    ones = [np.ones(len(batch.rows), dtype=np.float32) for batch in (calls, merged)]
-    parts = merged.tree(TREE_TOKENS, framework="torch", advantages=ones[1])
-    steps: dict[str, Callable[[], float]] = {
-        "per call": lambda: step_flat(model, calls, ones[0]),
-        "merged": lambda: step_flat(model, merged, ones[1]),
-        "trees": lambda: step_trees(model, parts, False, torch.float32),
-    }
+    made = make_steps(model, make_group(shrink(shapes, MEASURED_LENGTH)), TREE_TOKENS)
+    steps = {way: step for way, (_, step) in made.items()}
     losses = [step() for step in steps.values()]
     np.testing.assert_allclose(losses, losses[0], rtol=1e-4)
     return {way: measure_seconds(step, model, rounds) for way, step in steps.items()}

@@ -158,31 +158,39 @@ def make_model(device: str, dtype: torch.dtype) -> Any:
     return LlamaForCausalLM(config).to(device=device, dtype=dtype)
 
 
-class Measurement:
-    """Steps of one model: what each takes, and its gradient."""
+def make_steps(model: Any, merged: Batch, token_budget: int) -> dict[str, tuple[int, Callable[[], float]]]:
+    """By way the tokens that go through the model, and a step on the group."""
+    calls, flex = split_calls(merged), model.device.type == "cuda"
+    ones = [np.ones(len(batch.rows), dtype=np.float32) for batch in (calls, merged)]
+    parts = merged.tree(token_budget, framework="torch", advantages=ones[1])
+    flat = [sum(len(row.token_ids) for row in batch.rows) for batch in (calls, merged)]
+    return {
+        "per call": (flat[0], lambda: step_flat(model, calls, ones[0])),
+        "merged": (flat[1], lambda: step_flat(model, merged, ones[1])),
+        "trees": (sum(len(part.token_ids) for part in parts), lambda: step_trees(model, parts, flex, model.dtype)),
+    }
 
-    def __init__(self, model: Any, rounds: int) -> None:
-        self._model = model
-        self._rounds = rounds
-        self._cuda = model.device.type == "cuda"
 
-    def take(self, attention: str, step: Callable[[], float]) -> tuple[dict[str, float], list[torch.Tensor]]:
-        """The loss, the least seconds of a step after one that is not counted, and the peak of the GPU's memory in GB; the gradients."""
-        self._model.set_attn_implementation(attention)
-        if self._cuda:
-            torch.cuda.reset_peak_memory_stats()
-        times, loss = [], 0.0
-        for _ in range(self._rounds + 1):
-            self._model.zero_grad()
-            began = time.perf_counter()
-            loss = step()
-            if self._cuda:
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - began)
-        found = {"loss": loss, "seconds": min(times[1:]), "first_seconds": times[0]}
-        if self._cuda:
-            found["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        return found, [parameter.grad.detach().double().cpu() for parameter in self._model.parameters()]
+def measure_step(
+    model: Any, attention: str, step: Callable[[], float], rounds: int
+) -> tuple[dict[str, float], list[torch.Tensor]]:
+    """The loss, the least seconds of a step after one that is not counted, and the peak of the GPU's memory in GB; the gradients."""
+    model.set_attn_implementation(attention)
+    cuda = model.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    times, loss = [], 0.0
+    for _ in range(rounds + 1):
+        model.zero_grad()
+        began = time.perf_counter()
+        loss = step()
+        if cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    found = {"loss": loss, "seconds": min(times[1:]), "first_seconds": times[0]}
+    if cuda:
+        found["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    return found, [parameter.grad.detach().double().cpu() for parameter in model.parameters()]
 
 
 def compare_gradients(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
@@ -191,24 +199,14 @@ def compare_gradients(found: Sequence[torch.Tensor], expected: Sequence[torch.Te
     return float((apart / sum(float((each**2).sum()) for each in expected)) ** 0.5)
 
 
-def measure_agent(measurement: Measurement, model: Any, shapes: Sequence[Shape], ways: Sequence[str]) -> dict[str, Any]:
+def measure_agent(model: Any, shapes: Sequence[Shape], ways: Sequence[str], rounds: int) -> dict[str, Any]:
     """A step on the group in each way."""
-    merged, flex = make_group(shapes), model.device.type == "cuda"
-    calls = split_calls(merged)
-    ones = [np.ones(len(batch.rows), dtype=np.float32) for batch in (calls, merged)]
-    parts = merged.tree(10**6, framework="torch", advantages=ones[1])
-    flat = {"per call": (calls, ones[0]), "merged": (merged, ones[1])}
-    found: dict[str, Any] = {
-        "tokens": {way: sum(len(row.token_ids) for row in batch.rows) for way, (batch, _) in flat.items()}
-        | {"trees": sum(len(part.token_ids) for part in parts)}
-    }
+    steps = make_steps(model, make_group(shapes), 10**6)
+    found: dict[str, Any] = {"tokens": {way: tokens for way, (tokens, _) in steps.items()}}
     gradients = {}
     for way in ways:
-        if way == "trees":
-            attention, step = "flex_attention" if flex else "sdpa", lambda: step_trees(model, parts, flex, model.dtype)
-        else:
-            attention, step = "sdpa", lambda way=way: step_flat(model, *flat[way])
-        found[way], gradients[way] = measurement.take(attention, step)
+        attention = "flex_attention" if way == "trees" and model.device.type == "cuda" else "sdpa"
+        found[way], gradients[way] = measure_step(model, attention, steps[way][1], rounds)
     if "merged" in ways:
         for way in gradients.keys() - {"merged"}:
             found[way]["gradient_apart"] = compare_gradients(gradients[way], gradients["merged"])
@@ -227,13 +225,12 @@ def main() -> None:
     args = parser.parse_args()
     model = make_model(args.device, getattr(torch, args.dtype))
     cuda = model.device.type == "cuda"
-    longest, measurement = args.longest or (10**9 if cuda else 512), Measurement(model, args.rounds)
+    longest, ways = args.longest or (10**9 if cuda else 512), args.ways.split(",")
     head = {"device": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__, "dtype": args.dtype}
     for agent, shapes in read_shapes().items():
         if agent.startswith(tuple(args.agents.split(","))):
-            line = json.dumps(
-                head | {"agent": agent} | measure_agent(measurement, model, shrink(shapes, longest), args.ways.split(","))
-            )
+            found = measure_agent(model, shrink(shapes, longest), ways, args.rounds)
+            line = json.dumps(head | {"agent": agent} | found)
             print(line, flush=True)
             if args.json:
                 with args.json.open("a") as lines:

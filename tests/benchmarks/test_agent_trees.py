@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.agent_sessions import describe_rows
 from benchmarks.agent_trees import COUNTED, MEASURED_LENGTH, Sizes, count, measure, tables
-from benchmarks.trees import Measurement, make_group, make_model, measure_agent, read_shapes, shrink, split_calls
+from benchmarks.trees import make_group, make_model, measure_agent, read_shapes, shrink, split_calls
 
 SHAPES = [{"shared": 0, "runs": [4, 2, 1, 1]}, {"shared": 3, "runs": [5, 2]}]
 """4 given, 2 sampled, 1 given, 1 sampled; and a branch of 5 given, of which 3 are the first row's, and 2 sampled."""
@@ -64,7 +64,7 @@ def test_every_way_has_the_same_loss_and_is_measured() -> None:
 
 def test_every_way_has_the_same_gradient() -> None:
     model = make_model("cpu", torch.float64)
-    found = measure_agent(Measurement(model, 1), model, SHAPES, ["per call", "merged", "trees"])
+    found = measure_agent(model, SHAPES, ["per call", "merged", "trees"], 1)
     assert found["tokens"] == {"per call": 4 * 21, "merged": 4 * 15, "trees": 4 + 4 * 8}
     # Losses are of logprobs in float32.
     assert found["per call"]["gradient_apart"] < 1e-6 and found["trees"]["gradient_apart"] < 1e-6
