@@ -43,6 +43,21 @@ def test_every_benchmark_has_its_tables_in_the_readme() -> None:
     assert sum(minutes for name, minutes in MINUTES.items() if name not in APART) <= 15
 
 
+def test_the_table_of_the_gpu_tells_the_committed_results() -> None:
+    """It is written by hand: another machine than that of the other tables."""
+    told = (ROOT / "benchmarks" / "README.md").read_text().partition("**On a GPU**")[2].partition("<sub>")[0]
+    lines = map(json.loads, (RESULTS / "trees.jsonl").read_text().splitlines())
+    measured = {line["agent"]: line for line in lines if line["dtype"] == "bfloat16" and "trees" in line}
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in told.splitlines() if row.startswith("| ")][2:]
+    assert [row[0] for row in rows] == sorted(measured)
+    for agent, *cells in rows:
+        tokens, merged, trees = (measured[agent][name] for name in ("tokens", "merged", "trees"))
+        assert cells[:2] == [f"{tokens['merged']:,}", f"{tokens['trees']:,}"]
+        assert [float(cell) for cell in cells[2:4]] == [float(f"{way['seconds']:.3g}") for way in (merged, trees)]
+        assert cells[4] == f"{merged['seconds'] / trees['seconds']:.1f}x"
+        assert cells[5:] == [f"{way['memory_gb']:.1f}" for way in (merged, trees)]
+
+
 def test_the_readme_tells_the_ratios_of_the_committed_results() -> None:
     rows = tables(json.loads((RESULTS / "calls.json").read_text()))[0].rows
     told = " ".join((ROOT / "README.md").read_text().partition("## Cost")[2].partition("\n## ")[0].split())
