@@ -14,6 +14,7 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
@@ -93,42 +94,26 @@ def show(console: Console, arms: dict[str, list[dict[str, Any]]]) -> None:
     console.print(table)
 
 
-async def compare(
-    out: Path,
-    model: Path | None,
-    credits: Sequence[str],
-    steps: int,
-    groups: int,
-    rollouts: int,
-    rate: float,
-    seeds: Sequence[int],
-    console: Console,
-) -> None:
+async def compare(first: Plan, credits: Sequence[str], seeds: Sequence[int], console: Console) -> None:
+    """Every arm is as `first`, but for its seed, its way and its folder in that of `first`."""
     arms: dict[str, list[dict[str, Any]]] = {}
-    with Screen(console, steps) as screen:
+    with Screen(console, first.steps) as screen:
         for seed in seeds:
-            made = model or out / f"seed-{seed}" / credits[0] / "model"
+            made = first.model or str(first.out / f"seed-{seed}" / credits[0] / "model")
             for name in credits:
-                plan = Plan(
-                    model=None if model is None and name == credits[0] else str(made),
-                    out=out / f"seed-{seed}" / name,
-                    steps=steps,
+                plan = replace(
+                    first,
+                    model=first.model if name == credits[0] else made,
+                    out=first.out / f"seed-{seed}" / name,
                     seed=seed,
-                    push=True,
-                    groups=groups,
-                    rollouts=max(1, rollouts // 2) if name == FORKS else rollouts,
-                    learning_rate=rate,
-                    thinking=True,
-                    replicas=1,
-                    asynchronous=False,
-                    max_staleness=0,
+                    rollouts=max(1, first.rollouts // 2) if name == FORKS else first.rollouts,
                 )
                 plan.empty_out()
                 if plan.model is None:
                     with screen.phase("a tiny model is made") as phase:
                         await asyncio.to_thread(make_demo_model, plan, phase)
                 arms[f"{name}, seed {seed}"] = await run_arm(plan, name, screen)
-    draw(out / "reward.png", arms)
+    draw(first.out / "reward.png", arms)
     show(console, arms)
 
 
@@ -149,23 +134,25 @@ def main(
     names = list(dict.fromkeys(credits.split(",")))
     if unknown := set(names) - CREDITS.keys():
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: there are {', '.join(CREDITS)}", param_hint="--credits")
+    first = Plan(
+        model=None if model is None else str(model.resolve()),
+        out=out.resolve(),
+        steps=steps,
+        seed=seed,
+        push=True,
+        groups=groups,
+        rollouts=rollouts,
+        learning_rate=learning_rate,
+        thinking=True,
+        replicas=1,
+        asynchronous=False,
+        max_staleness=0,
+    )
     console = Console()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
-        asyncio.run(
-            compare(
-                out.resolve(),
-                model and model.resolve(),
-                names,
-                steps,
-                groups,
-                rollouts,
-                learning_rate,
-                range(seed, seed + seeds),
-                console,
-            )
-        )
+        asyncio.run(compare(first, names, range(seed, seed + seeds), console))
     except KeyboardInterrupt:
         console.print("Interrupted; everything that was started has been ended.")
         sys.exit(130)
