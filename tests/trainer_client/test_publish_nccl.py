@@ -40,10 +40,12 @@ def service(engines: list[ScriptedEngine], redis_url: str) -> Iterator[RunningSe
 
 
 class Network:
-    """Where NCCL would be: what was broadcast, and in what state the engines were when it began."""
+    """Where NCCL would be: what was broadcast, and in what state the engines were when it began. No engine has received the first
+    weights before they were broadcast."""
 
     def __init__(self, engines: list[ScriptedEngine]) -> None:
         self._engines = engines
+        self._receiving = [engine.weights.hold("update", done=False) for engine in engines]
         self.sent: list[list[str]] = []
         self.all_paused: list[bool] = []
         self.opened: list[dict[str, Any]] = []
@@ -61,6 +63,8 @@ class Network:
             def _broadcast(self, source: Any, meta: Any) -> None:
                 network.all_paused.append(all(engine.weights.paused for engine in network._engines))
                 network.sent.append([name for name, _ in self._checked_iter(source, meta)])
+                for received in network._receiving:
+                    received.released.set()
 
         fields = {name: value for name, value in init.items() if name != "rank"}
         control.init_weight_transfer_engine(worker_init_payload(NCCLWeightTransferInitInfo(rank_offset=1, **fields)))
