@@ -346,9 +346,13 @@ def streams(
         theirs = pair[1].events(path, body)
         if len(theirs) >= len(ours):
             break
-    assert theirs
+    assert theirs and count_ids(ours) == count_ids(theirs)
     joined = max(len(ours) - len(theirs), 0)
     yield from zip([ours[0], *ours[1 + joined :]], theirs, strict=True)
+
+
+def count_ids(events: list[dict[str, Any]]) -> int:
+    return sum(len(choice.get("token_ids") or ()) for event in events for choice in event["choices"])
 
 
 @pytest.fixture(scope="module")
