@@ -17,7 +17,7 @@ def _gpu_answers() -> bool:
     return bool(torch.cuda.is_available())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One run. `model` None: a tiny model is made and warmed up; otherwise a path or a Hugging Face name. `asynchronous`: the
     agents go on while the trainer trains, otherwise they work in rounds. `max_staleness`: versions that a group may lie behind
@@ -25,18 +25,18 @@ class Plan:
     start and at the end are averaged to tell the rise. `flat`: by how much the reward may change with a control. `agent`: the module of the
     agent's process. `engine_flags`: more of them for vLLM."""
 
-    model: str | None
+    model: str | None = None
     out: Path
     steps: int
     seed: int
-    push: bool
+    push: bool = True
     groups: int
     rollouts: int
     learning_rate: float
-    thinking: bool
-    replicas: int
-    asynchronous: bool
-    max_staleness: int
+    thinking: bool = True
+    replicas: int = 1
+    asynchronous: bool = False
+    max_staleness: int = 0
     shuffled: bool = False
     ends: tuple[int, int] = (4, 4)
     flat: float = 0.12

@@ -118,9 +118,6 @@ def main(
         groups=groups,
         rollouts=rollouts,
         learning_rate=learning_rate,
-        thinking=True,
-        replicas=1,
-        asynchronous=False,
         max_staleness=AHEAD,
         # Only the first step's rollouts are all by the model as it was warmed up.
         ends=(1, 3),

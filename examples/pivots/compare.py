@@ -94,26 +94,26 @@ def show(console: Console, arms: dict[str, list[dict[str, Any]]]) -> None:
     console.print(table)
 
 
-async def compare(first: Plan, credits: Sequence[str], seeds: Sequence[int], console: Console) -> None:
-    """Every arm is as `first`, but for its seed, its way and its folder in that of `first`."""
+async def compare(base: Plan, credits: Sequence[str], seeds: Sequence[int], console: Console) -> None:
+    """Run the arms one after the other: each is `base` with its own seed and credit, in a folder of its own below that of `base`."""
     arms: dict[str, list[dict[str, Any]]] = {}
-    with Screen(console, first.steps) as screen:
+    with Screen(console, base.steps) as screen:
         for seed in seeds:
-            made = first.model or str(first.out / f"seed-{seed}" / credits[0] / "model")
+            made = base.model or str(base.out / f"seed-{seed}" / credits[0] / "model")
             for name in credits:
                 plan = replace(
-                    first,
-                    model=first.model if name == credits[0] else made,
-                    out=first.out / f"seed-{seed}" / name,
+                    base,
+                    model=base.model if name == credits[0] else made,
+                    out=base.out / f"seed-{seed}" / name,
                     seed=seed,
-                    rollouts=max(1, first.rollouts // 2) if name == FORKS else first.rollouts,
+                    rollouts=max(1, base.rollouts // 2) if name == FORKS else base.rollouts,
                 )
                 plan.empty_out()
                 if plan.model is None:
                     with screen.phase("a tiny model is made") as phase:
                         await asyncio.to_thread(make_demo_model, plan, phase)
                 arms[f"{name}, seed {seed}"] = await run_arm(plan, name, screen)
-    draw(first.out / "reward.png", arms)
+    draw(base.out / "reward.png", arms)
     show(console, arms)
 
 
@@ -134,25 +134,20 @@ def main(
     names = list(dict.fromkeys(credits.split(",")))
     if unknown := set(names) - CREDITS.keys():
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: there are {', '.join(CREDITS)}", param_hint="--credits")
-    first = Plan(
+    base = Plan(
         model=None if model is None else str(model.resolve()),
         out=out.resolve(),
         steps=steps,
         seed=seed,
-        push=True,
         groups=groups,
         rollouts=rollouts,
         learning_rate=learning_rate,
-        thinking=True,
-        replicas=1,
-        asynchronous=False,
-        max_staleness=0,
     )
     console = Console()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
-        asyncio.run(compare(first, names, range(seed, seed + seeds), console))
+        asyncio.run(compare(base, names, range(seed, seed + seeds), console))
     except KeyboardInterrupt:
         console.print("Interrupted; everything that was started has been ended.")
         sys.exit(130)

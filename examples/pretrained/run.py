@@ -168,10 +168,6 @@ class Run:
             groups=own.groups,
             rollouts=own.rollouts,
             learning_rate=own.learning_rate,
-            thinking=True,
-            replicas=1,
-            asynchronous=False,
-            max_staleness=0,
         )
 
     @staticmethod

@@ -42,7 +42,6 @@ def main(
 ) -> None:
     """Run the closed loop on screens and judge it. Exit code 0: every check holds; 1: one does not; 130: interrupted."""
     plan = Plan(
-        model=None,
         out=(out or Path("demo-out-screen" if push else "demo-out-screen-no-push")).resolve(),
         steps=steps,
         seed=seed,
@@ -50,9 +49,6 @@ def main(
         groups=groups,
         rollouts=rollouts,
         learning_rate=learning_rate,
-        thinking=True,
-        replicas=1,
-        asynchronous=False,
         max_staleness=2,
         # Only the first step's rollouts are all by the model as it was warmed up.
         ends=(1, 3),

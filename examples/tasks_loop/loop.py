@@ -144,17 +144,12 @@ def main(
     """Run the closed loop through tasks, on a tiny model, and judge it. Exit code 0: every check holds; 1: one does not; 130:
     interrupted."""
     plan = Plan(
-        model=None,
         out=out.resolve(),
         steps=steps,
         seed=seed,
-        push=True,
         groups=groups,
         rollouts=rollouts,
         learning_rate=learning_rate,
-        thinking=True,
-        replicas=1,
-        asynchronous=False,
         max_staleness=AHEAD,
     )
     loop = partial(closed_loop, Parts(["examples.tasks_loop.trainer"]))

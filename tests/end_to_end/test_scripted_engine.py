@@ -339,8 +339,8 @@ def streams(
     pair: tuple[Asking, Asking, ScriptedEngine], path: str, body: Any
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Both engines' events in pairs. vLLM puts tokens into one event that were sampled before it came to send the first: where it did,
-    it is asked again. It may do so every time (what it tells of a long prompt takes longer than sampling three tokens): then the first
-    events are one pair and the last ones the others."""
+    it is asked again. It may do so every time (what it tells of a long prompt takes longer than sampling three tokens): then the
+    first event of each is one pair, and their last ones are the others."""
     ours = pair[0].events(path, body)
     for _ in range(20):
         theirs = pair[1].events(path, body)
