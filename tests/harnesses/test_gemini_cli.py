@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from tests.harnesses.agent_run import Cli, Tools, with_tools
 from tests.harnesses.every_harness import *  # noqa: F403
+from tests.harnesses.stage import Played
 
 TOOLS = Tools(
     read=lambda path: ("read_file", {"file_path": str(path)}),
@@ -24,3 +27,7 @@ CLI = Cli(
     # A command's result names its process group.
     fork_policy="minted",
 )
+
+
+def test_its_prompt_shows_one_skill_since_the_order_of_two_differs_between_runs(plain: Played) -> None:
+    assert re.findall("<skill>\\s*<name>(.*)</name>", plain.generations[0].prompt) == ["skill-creator"]
