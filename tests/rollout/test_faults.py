@@ -105,7 +105,7 @@ async def test_a_session_that_was_opened_too_late_is_taken_away(world: World, mo
 
         monkeypatch.setattr(first._parts.sessions, "create", slow)
         await asked.wait()
-        first.vanish()
+        await first.vanish()
         await world.let_leases_run_out()
         async with world.node("second"):
             (state,) = await world.ended(task)

@@ -221,7 +221,7 @@ async def test_a_rollout_of_a_node_that_vanished_is_run_by_another_and_counts_on
     task = await world.submit(a_task(instruction=hangs_at_first, num_samples=2))
     async with world.node("first") as first:
         await world.until(lambda: asks(world) == 2, "both harnesses work")
-        first.vanish()
+        await first.vanish()
         await world.let_leases_run_out()
         async with world.node("second"):
             states = await world.ended(task)

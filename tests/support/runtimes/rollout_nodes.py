@@ -72,10 +72,12 @@ class WatchedNode(Node):
         """Rollouts by stage, of those there are."""
         return {stage: count for stage, count in self._parts.stages.busy.items() if self._courses}
 
-    def vanish(self) -> None:
-        """Gives no more sign of life and takes nothing more, as a process that hangs; what it has begun goes on."""
+    async def vanish(self) -> None:
+        """Gives no more sign of life and takes nothing more, as a process that hangs; what it has begun goes on. On return nothing that
+        it had asked the store for is under way."""
         self._beating.cancel()
         self._taking.cancel()
+        await asyncio.wait([self._beating, self._taking])
 
 
 @dataclass
