@@ -100,7 +100,7 @@ class PaddedBatch(TokenArrays):
 
     `token_ids` int64, `pad_id` outside the row. `attention_mask` int64: 1 on the row. `position_ids` int64: 0, 1, … on the row, 0
     outside. `loss_mask` bool: True on sampled tokens, at the token itself: compare the prediction at t - 1 with the token at t.
-    `inference_logprobs` float32: the engine's, 0.0 on other tokens. `weight_versions` int32: -1 if not sampled.
+    `inference_logprobs` float32: the engine's, 0.0 on other tokens. `weight_versions` int64: -1 if not sampled.
     """
 
     token_ids: Array
@@ -175,7 +175,7 @@ def pad_rows(selection: Selection, *, pad_id: int, max_length: int | None, multi
         position_ids=rectangle(0, np.int64, lambda row: np.arange(len(row.token_ids))),
         loss_mask=rectangle(False, np.bool_, lambda row: row.loss_mask),
         inference_logprobs=rectangle(0.0, np.float32, lambda row: row.logprobs),
-        weight_versions=rectangle(-1, np.int32, versions_by_token),
+        weight_versions=rectangle(-1, np.int64, versions_by_token),
         logprob_mode=mode,
         **_lay_out_images(selection.read_images(lengths), places, width),
         **lay_out_details(chosen, lengths, list(enumerate(places)), (len(chosen), width)),
@@ -242,7 +242,7 @@ def count_lost_tokens(rows: Sequence[Trajectory], lengths: Sequence[int]) -> lis
 class PackedBatch(TokenArrays):
     """Token fields have shape (tokens,), see also TokenArrays; the fields of RowColumns have shape (rows,), in the packed order.
 
-    `token_ids`, `position_ids` int64, `loss_mask` bool, `inference_logprobs` float32, `weight_versions` int32 as in PaddedBatch.
+    `token_ids`, `position_ids` int64, `loss_mask` bool, `inference_logprobs` float32, `weight_versions` int64 as in PaddedBatch.
     `segment_index` int64: the row of each token, so that `advantages[segment_index]` is per token. `cu_seqlens` int32 of shape
     (rows + 1,): row i is `cu_seqlens[i]:cu_seqlens[i + 1]`. `max_seqlen`: the longest row.
     """
@@ -306,7 +306,7 @@ def _sequence(selection: Selection, lengths: Sequence[int]) -> PackedBatch:
         segment_index=np.repeat(np.arange(len(chosen), dtype=np.int64), lengths),
         loss_mask=line(np.bool_, lambda row: row.loss_mask),
         inference_logprobs=line(np.float32, lambda row: row.logprobs),
-        weight_versions=line(np.int32, versions_by_token),
+        weight_versions=line(np.int64, versions_by_token),
         cu_seqlens=np.array(borders, dtype=np.int32),
         max_seqlen=max(lengths),
         logprob_mode=require_one_mode(chosen),

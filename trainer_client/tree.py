@@ -56,7 +56,7 @@ class TreeBatch(ImageArrays):
     Fields of shape (trained,), one value per trained token of every row, in the order of the rows: `trained_index` int64, where the
     token is in `token_ids`; `logit_index` int64, where the token before it is, whose logits predict it; `segment_index` int64, its row,
     so that `advantages[segment_index]` is per trained token; `loss_mask` bool, all true; `inference_logprobs` float32 and
-    `weight_versions` int32 as in PaddedBatch. A trained token that rows share has one entry per row.
+    `weight_versions` int64 as in PaddedBatch. A trained token that rows share has one entry per row.
 
     The fields of RowColumns have shape (rows,). `flat_tokens`: the tokens of the rows laid flat. `routed_experts` int16 of shape
     (tokens, layers, experts per token), -1 if unknown; None if no row has any.
@@ -218,7 +218,7 @@ def _lay_out_sequence(selection: Selection, places: Sequence[tuple[int, int]], m
         segment_index=np.repeat(np.arange(len(chosen), dtype=np.int64), [len(at) for at in trained]),
         loss_mask=np.ones(sum(len(at) for at in trained), dtype=np.bool_),
         inference_logprobs=concatenate(np.float32, [row.logprobs[at] for row, at in zip(chosen, trained, strict=True)]),
-        weight_versions=concatenate(np.int32, [versions_by_token(row)[at] for row, at in zip(chosen, trained, strict=True)]),
+        weight_versions=concatenate(np.int64, [versions_by_token(row)[at] for row, at in zip(chosen, trained, strict=True)]),
         routed_experts=_lay_out_experts(chosen, places),
         logprob_mode=mode,
         flat_tokens=sum(lengths),

@@ -150,7 +150,7 @@ def decode_trajectory(row: Mapping[str, Any], row_weight: float = 1.0) -> Trajec
             media=tuple(_media(**each) for each in row.get("media", ())),
         )
         _check(trajectory)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InvalidAnswer(f"trajectory {name!r}: {error!r}") from error
     return trajectory
 
@@ -184,9 +184,9 @@ def _session(row: Any) -> str:
     return str(row.get("session_id")) if isinstance(row, Mapping) else ""
 
 
-def versions_by_token(row: Trajectory) -> NDArray[np.int32]:
-    """The weight version of each token, int32 of the row's length; -1 for tokens that were not sampled."""
-    versions = np.full(len(row.token_ids), -1, dtype=np.int32)
+def versions_by_token(row: Trajectory) -> NDArray[np.int64]:
+    """The weight version of each token, int64 of the row's length; -1 for tokens that were not sampled."""
+    versions = np.full(len(row.token_ids), -1, dtype=np.int64)
     for span in row.weight_versions:
         versions[span.start : span.end] = span.version
     return versions

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reconstruct.trajectory import Trajectory
+from reconstruct.trajectory import Trajectory, encode_row
 from tests.support.sessions.training_rows import groups, trajectory
 from trainer_client.advantages import dr_grpo
 from trainer_client.arrays import PackedBatch, first_fit_decreasing
 from trainer_client.batch import Batch
 from trainer_client.errors import RowTooLong
-from trainer_client.wire import versions_by_token
+from trainer_client.wire import decode_trajectory, versions_by_token
 
 
 def two_rows() -> Batch:
@@ -45,6 +45,18 @@ def test_padded_at_the_left() -> None:
     assert data.token_ids.tolist()[1] == [99, 99, 99, 9, 101]
     assert data.attention_mask.tolist()[1] == [0, 0, 0, 1, 1]
     assert data.position_ids.tolist()[1] == [0, 0, 0, 0, 1]
+
+
+def test_a_version_may_be_a_time_in_milliseconds() -> None:
+    """The service takes them up to 2**53; as int32 they raised in the trainer, which then could read no lease."""
+    version = 1_790_000_000_000
+    row = trajectory("a", prompt=[1, 2], versions=[version, version + 1], reward=1.0)
+    batch = Batch(groups([decode_trajectory(encode_row(row))]), weight_version=version + 1)
+    expected = [-1, -1, version, version + 1]
+    assert batch.padded().weight_versions.tolist() == [expected]
+    assert batch.packed(8)[0].weight_versions.tolist() == expected
+    assert sorted(batch.tree(8)[0].weight_versions.tolist()) == expected[2:]
+    assert batch.staleness.tolist() == [1]
 
 
 def test_values_of_rows_come_along() -> None:

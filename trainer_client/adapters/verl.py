@@ -145,7 +145,7 @@ def _tensors(prompts: _Rectangle, responses: _Rectangle, pad_id: int, rewards: N
         "position_ids": np.maximum(np.cumsum(attention_mask, axis=1) - 1, 0),
         "response_mask": responses.fill(0, np.int64, lambda row: row.loss_mask),
         "rollout_log_probs": responses.fill(0, np.float32, lambda row: row.logprobs),
-        "weight_versions": responses.fill(-1, np.int32, lambda row: row.versions),
+        "weight_versions": responses.fill(-1, np.int64, lambda row: row.versions),
         "token_level_scores": scores,
         "token_level_rewards": scores.copy(),
     }
