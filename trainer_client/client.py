@@ -33,7 +33,16 @@ from trainer_client.errors import (
 )
 from trainer_client.lease import Lease
 from trainer_client.media import MediaFiles
-from trainer_client.publish import ReplicaFailed, WeightPush, decode_push, explain_failure, prune_versions, write_weights
+from trainer_client.publish import (
+    ReplicaFailed,
+    WeightPush,
+    checkpoints_in_use,
+    decode_push,
+    explain_failure,
+    prune_versions,
+    target_folder,
+    write_weights,
+)
 from trainer_client.publish_nccl import NcclPublisher
 from trainer_client.transport import Transport, is_never_started
 from trainer_client.wire import ACCEPT, decode_body, decode_groups, decode_versions
@@ -147,7 +156,8 @@ class TrainerClient:
 
         `weights` is a state dict of torch tensors, which is first written to `directory/version-<version>`, or a path the engines
         can read. Calls in flight continue under the new weights (`mode` keep), finish first (wait) or are cut (abort). `keep_last`:
-        afterwards remove all but this many version folders. `push_seconds` is the longest a push may take.
+        afterwards remove all but this many version folders, and those that an engine of any model may still be given.
+        `push_seconds` is the longest a push may take.
         Raises: VersionConflict, UnpublishableWeights, ReplicaFailed, ConnectionFailed. A push that may have started is not
         retried: after ConnectionFailed, `weights()` tells whether it happened.
         """
@@ -157,7 +167,7 @@ class TrainerClient:
         if push.failed or not push.applied:
             raise ReplicaFailed(explain_failure(push), push=push)
         if keep_last is not None and directory is not None:
-            prune_versions(directory, version, keep_last)
+            prune_versions(directory, version, keep_last, in_use=checkpoints_in_use(self.weights()))
         return push
 
     def nccl(
@@ -266,6 +276,9 @@ class TrainerClient:
         current = int(lines[model]["current"]["version"])
         if version <= current:
             raise VersionConflict(f"version {version} is not greater than {current}, the served one", status=409)
+        if (folder := target_folder(directory, version)) in (in_use := checkpoints_in_use(served)):
+            owner = f"the model {in_use[folder]!r}" if in_use[folder] else "the default model"
+            raise UnpublishableWeights(f"{folder} holds weights of {owner} that are in use: give each model its own directory")
         return str(write_weights(weights, directory, version, shard_bytes=shard_bytes))
 
     def _push(self, body: Mapping[str, Any], push_seconds: float) -> WeightPush:

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +63,24 @@ def explain_failure(push: WeightPush) -> str:
     return f"version {push.version} failed on {len(push.failed)} of {len(push.replicas)} replicas, {state}: {reasons}"
 
 
+def checkpoints_in_use(status: Mapping[str, Any]) -> dict[Path, str]:
+    """What the service loads into an engine that restarts, and the model whose engine that is, from the answer of `GET /weights`: each
+    model's last full weights and its last adapter."""
+    used: dict[Path, str] = {}
+    for model, line in {"": status, **status.get("models", {})}.items():
+        newest: dict[bool, str | None] = {}
+        for pushed in [line["current"], *line.get("history", ())]:
+            if pushed["version"] <= line["current"]["version"]:
+                newest.setdefault(pushed.get("kind") == "lora", pushed.get("path"))
+        used |= {Path(path).resolve(): model for path in newest.values() if path}
+    return used
+
+
+def target_folder(directory: str | os.PathLike[str], version: int) -> Path:
+    """Where `write_weights` leaves a version; absolute."""
+    return Path(directory).resolve() / f"version-{version}"
+
+
 def write_weights(
     state_dict: Mapping[str, Any], directory: str | os.PathLike[str], version: int, *, shard_bytes: int = 5 * 10**9
 ) -> Path:
@@ -94,7 +112,7 @@ class VersionFolder:
 @contextmanager
 def version_folder(directory: str | os.PathLike[str], version: int) -> Iterator[VersionFolder]:
     """A hidden, empty folder that becomes `directory/version-<version>` if the block succeeds, replacing an existing one."""
-    target = Path(directory).resolve() / f"version-{version}"
+    target = target_folder(directory, version)
     unfinished = target.with_name(f".version-{version}.writing")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -104,16 +122,18 @@ def version_folder(directory: str | os.PathLike[str], version: int) -> Iterator[
     _rename_into_place(unfinished, target)
 
 
-def prune_versions(directory: str | os.PathLike[str], version: int, keep_last: int) -> list[Path]:
+def prune_versions(
+    directory: str | os.PathLike[str], version: int, keep_last: int, *, in_use: Container[Path] = ()
+) -> list[Path]:
     """Remove all but the newest `keep_last` versions up to `version`, and older unfinished ones. Returns the removed folders.
 
-    Folders of greater versions, and anything that is not a version folder, are untouched."""
+    Folders of greater versions, those `in_use` (absolute), and anything that is not a version folder, are untouched."""
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}: the version just published must stay")
-    folder = Path(directory)
+    folder = Path(directory).resolve()
     numbers = _list_numbered(folder, _VERSION_FOLDER)
     kept = set(sorted(number for number in numbers.values() if number <= version)[-keep_last:])
-    old = [path for path, number in numbers.items() if number <= version and number not in kept]
+    old = [path for path, number in numbers.items() if number <= version and number not in kept and path not in in_use]
     old += [path for path, number in _list_numbered(folder, _UNFINISHED_FOLDER).items() if number <= version]
     for path in old:
         shutil.rmtree(path)

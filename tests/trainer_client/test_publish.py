@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -223,6 +224,38 @@ def test_another_model_has_a_version_line_of_its_own(service: ScriptedService, c
     client.publish(small_state(), 8, directory=tmp_path, model="critic")
     path = str(tmp_path / "version-8")
     assert pushes(service) == [{"version": 8, "path": path, "kind": "full", "mode": "keep", "model": "critic"}]
+
+
+def served(version: int, *paths: tuple[int, str, Path]) -> dict[str, Any]:
+    """A version line: what `GET /weights` says of a model. `paths`: version, kind and path of its pushes, the newest first."""
+    history = [{"version": number, "kind": kind, "path": str(path)} for number, kind, path in paths]
+    return {"current": history[0] if history else {"version": version}, "history": history, "replicas": {}}
+
+
+def test_a_checkpoint_that_another_model_serves_is_not_replaced(
+    service: ScriptedService, client: TrainerClient, tmp_path: Path
+) -> None:
+    """Its engines would have been given the critic's weights under the policy's label."""
+    folder = write_weights(small_state(), tmp_path, 7)
+    policy, critic = served(7, (7, "full", folder)), served(6, (6, "full", tmp_path / "version-6"))
+    service.script(CURRENT, json_answer({**policy, "models": {"critic": critic}}))
+    with pytest.raises(UnpublishableWeights, match=r"version-7 holds weights of the default model .* its own directory"):
+        client.publish({"a": torch.zeros(4)}, 7, directory=tmp_path, model="critic")
+    assert torch.equal(load_file(folder / "model.safetensors")["a"], small_state()["a"]) and not pushes(service)
+
+
+def test_what_an_engine_may_still_be_given_is_not_removed(
+    service: ScriptedService, client: TrainerClient, tmp_path: Path
+) -> None:
+    """Another model's checkpoint, and the full weights below an adapter."""
+    for version in range(1, 9):
+        (tmp_path / f"version-{version}").mkdir()
+    pushed_adapters = [(version, "lora", tmp_path / f"version-{version}") for version in (8, 6, 4)]
+    policy = served(8, *pushed_adapters, (2, "full", tmp_path / "version-2"), (1, "full", tmp_path / "version-1"))
+    critic = served(3, (3, "full", tmp_path / "version-3"))
+    service.script(CURRENT, json_answer({**policy, "models": {"critic": critic}}))
+    client.publish(tmp_path / "version-8", 8, kind="lora", directory=tmp_path, keep_last=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["version-2", "version-3", "version-8"]
 
 
 def test_weights_of_a_model_that_the_service_does_not_have_are_not_written(
