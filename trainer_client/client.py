@@ -78,7 +78,7 @@ class LeaseTerms(TypedDict, total=False):
 
 class TrainerClient:
     """Thread-safe. `consumer` names this trainer to the service (default: host:pid). `timeout_seconds` is how long the service may stay
-    silent beyond the time a request asks it to wait; `retry_seconds` is how long transient errors are retried."""
+    silent beyond the time a request asks it to wait; `retry_seconds` is how long transient errors are retried, from the first one."""
 
     def __init__(
         self,

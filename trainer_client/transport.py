@@ -1,7 +1,7 @@
 """One pooled HTTP client with the token, retries, and httpx errors translated into this package's.
 
-Retried: requests that got no answer, 502 and 503, for at most `retry_seconds` in all, after the service's Retry-After or a growing
-random delay. Every other error is final.
+Retried: requests that got no answer, 502 and 503, for at most `retry_seconds` since the first of them failed, after the service's
+Retry-After or a growing random delay. Every other error is final.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from tenacity import (
     Retrying,
     retry_if_exception,
     sleep_using_event,
-    stop_before_delay,
     wait_random_exponential,
 )
 
@@ -144,11 +143,18 @@ class Transport:
         return response
 
     def _retrying(self, retry: ErrorFilter, until: Callable[[], bool] | None) -> Retrying:
-        is_spent = stop_before_delay(self._retry_seconds)
+        failed_at: list[float] = []
+
+        def gives_up(state: RetryCallState) -> bool:
+            # From the first failure: a request may have waited for its answer for longer than that before.
+            failed_at.append(time.monotonic())
+            spent = failed_at[-1] - failed_at[0] + state.upcoming_sleep
+            return spent >= self._retry_seconds or (until is not None and until())
+
         return Retrying(
             retry=retry_if_exception(retry),
             wait=_choose_delay,
-            stop=lambda state: is_spent(state) or (until is not None and until()),
+            stop=gives_up,
             sleep=sleep_using_event(self.closing) if until else time.sleep,
             reraise=True,
         )

@@ -239,6 +239,13 @@ def test_retries_end_before_a_wait_that_would_outlast_retry_seconds(service: Scr
     assert (error.value.status, error.value.code, error.value.attempts) == (503, "store_unavailable", 3)
 
 
+def test_a_request_that_had_waited_long_for_its_answer_is_retried_too(service: ScriptedService) -> None:
+    """A service killed in the middle of a long poll ended the training loop, though it was back a moment later."""
+    service.script(LEASE, Answer(delay_seconds=0.6, drop=True), leased([trajectory()]))
+    with TrainerClient(service.url, "t", retry_seconds=0.5) as client:
+        assert client.lease(wait_seconds=60) is not None
+
+
 def test_a_service_that_is_not_there_is_named(service: ScriptedService) -> None:
     with TrainerClient("http://127.0.0.1:1", "t", retry_seconds=0.1) as client, pytest.raises(ConnectionFailed) as error:
         client.lease()
