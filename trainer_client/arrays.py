@@ -366,7 +366,8 @@ def require_one_mode(rows: Sequence[Trajectory]) -> str:
     if len(modes) > 1 or MIXED in modes:
         first = {row.logprob_mode: row.trajectory_id for row in reversed(rows)}
         named = ", ".join(f"{mode} (as in trajectory {name!r})" for mode, name in sorted(first.items()))
-        raise MixedLogprobModes(f"these rows have different logprob modes: {named}; choose rows of one mode with `rows`")
+        advice = "choose rows of one mode with `rows`, or have the service train one alone (VERBATIM_TRAIN_LOGPROB_MODES)"
+        raise MixedLogprobModes(f"these rows have different logprob modes: {named}; {advice}")
     return modes.pop() if modes else ""
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from trainer_client.arrays import PackedBatch, PaddedBatch, Side, limit_lengths
+from trainer_client.arrays import PackedBatch, PaddedBatch, Side, limit_lengths, require_one_mode
 from trainer_client.batch import Batch
 from trainer_client.vision import Vision
 
@@ -95,6 +95,8 @@ class Packed:
 
 
 def trained_rows(batch: Batch, max_length: int | None, *, truncate: bool) -> list[int]:
-    """The indexes of the rows with a sampled token after truncation. Raises RowTooLong."""
+    """The indexes of the rows with a sampled token after truncation. Raises RowTooLong, and MixedLogprobModes for the whole batch: each
+    part may have one mode and the step they make together several."""
+    require_one_mode(batch.rows)
     lengths = limit_lengths(batch.rows, max_length, truncate=truncate)
     return [index for index, length in enumerate(lengths) if batch.rows[index].loss_mask[:length].any()]

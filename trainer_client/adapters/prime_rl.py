@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from trainer_client.adapters.split_rows import check_advantages
-from trainer_client.arrays import limit_lengths, require_no_images
+from trainer_client.arrays import limit_lengths, require_no_images, require_one_mode
 from trainer_client.batch import Batch
 
 
@@ -36,9 +36,10 @@ def training_samples(
     `advantages`, each as long as the row and 0 where nothing was sampled (a token's temperature is always `temperature`).
 
     `advantages`: one per row of the batch. `temperature`: what the rollouts were sampled with; the rows do not say it.
-    A row over `max_length` tokens raises RowTooLong, or loses its end with `truncate`. Raises: RowTooLong, UnseenImages,
-    ValueError.
+    A row over `max_length` tokens raises RowTooLong, or loses its end with `truncate`. Raises: RowTooLong, MixedLogprobModes,
+    UnseenImages, ValueError.
     """
+    require_one_mode(batch.rows)
     require_no_images(batch.rows, "this adapter does not carry them")
     values = check_advantages(batch, advantages)
     lengths = limit_lengths(batch.rows, max_length, truncate=truncate)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reconstruct.trajectory import Trajectory
-from trainer_client.arrays import count_lost_tokens, limit_lengths, require_no_images
+from trainer_client.arrays import count_lost_tokens, limit_lengths, require_no_images, require_one_mode
 from trainer_client.batch import Batch
 from trainer_client.vision import RowVision, Vision, join_sequence
 from trainer_client.wire import versions_by_token
@@ -55,7 +55,7 @@ class SplitRow:
         return self.row.logprobs[self.start : self.end]
 
     @property
-    def versions(self) -> NDArray[np.int32]:
+    def versions(self) -> NDArray[np.int64]:
         return versions_by_token(self.row)[self.start : self.end]
 
     @property
@@ -68,9 +68,10 @@ def split_rows(batch: Batch, *, max_length: int | None = None, truncate: bool = 
     """All rows in order. A row over `max_length` tokens raises RowTooLong, or with `truncate` loses its end. `images`: the adapter carries
     them.
 
-    Raises: RowTooLong; UnseenImages for a row with images that the adapter does not carry; ValueError for a row of a single token, which
-    has no prompt.
+    Raises: RowTooLong; MixedLogprobModes; UnseenImages for a row with images that the adapter does not carry; ValueError for a row of a
+    single token, which has no prompt.
     """
+    require_one_mode(batch.rows)
     if not images:
         require_no_images(batch.rows, "this adapter does not carry them, or was given no `vision`")
     lengths = limit_lengths(batch.rows, max_length, truncate=truncate)

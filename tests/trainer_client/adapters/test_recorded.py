@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections import UserDict
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import given
 from tests.support.sessions.adapter_batches import batch_of, batches, expected, few, read, two_turns, without_versions
 from tests.support.sessions.trainer_libraries import annotations, checked, recorded
 from tests.support.sessions.training_rows import trajectory
+from trainer_client.adapters.microbatches import Packed, Padded, Rows
 from trainer_client.adapters.nemo_rl import message_logs, rollout_batch, train_data
 from trainer_client.adapters.prime_rl import training_samples
 from trainer_client.adapters.skyrl import generator_output
@@ -23,7 +25,7 @@ from trainer_client.adapters.slime import post_process_rewards, samples
 from trainer_client.adapters.split_rows import split_rows
 from trainer_client.advantages import dr_grpo, grpo
 from trainer_client.batch import Batch
-from trainer_client.errors import RowTooLong
+from trainer_client.errors import MixedLogprobModes, RowTooLong
 
 SAMPLES = pytest.mark.parametrize("library", ["slime", "miles"])
 UNTRAINED: dict[str, Any] = {"prompt": (1, 2, 3), "versions": ()}
@@ -44,6 +46,19 @@ def test_the_response_begins_at_the_first_sampled_token_and_holds_the_tools_too(
     (row,) = split_rows(batch_of([two_turns()]))
     assert (row.prompt_ids.tolist(), row.response_ids.tolist()) == ([1, 2], [101, 102, 7, 8, 103, 9])
     assert row.loss_mask.tolist() == [1, 1, 0, 0, 1, 0] and row.versions.tolist() == [5, 5, -1, -1, 6, -1]
+
+
+def test_rows_whose_logprobs_are_of_different_modes_are_handed_to_no_trainer() -> None:
+    """Its importance ratios would be taken against two different distributions."""
+    modes = ("raw_logprobs", "processed_logprobs")
+    batch = batch_of([replace(two_turns(), trajectory_id=mode, logprob_mode=mode) for mode in modes])
+    with pytest.raises(MixedLogprobModes, match="VERBATIM_TRAIN_LOGPROB_MODES"):
+        split_rows(batch)
+    with pytest.raises(MixedLogprobModes):
+        training_samples(batch, recorded("prime_rl.TrainingSample"), [0.0, 0.0], env_name="e")
+    for cut in (Rows(), Padded(1), Packed(64)):
+        with pytest.raises(MixedLogprobModes):
+            cut(batch, None)
 
 
 def test_a_row_that_trains_nothing_is_kept_with_an_untrained_response() -> None:
