@@ -6,6 +6,9 @@ if fence > 0 and tonumber(redis.call('GET', KEYS[3]) or 0) ~= fence then
   return {-1}
 end
 local current = redis.call('GET', KEYS[1])
+if current == ARGV[2] then
+  return {1} -- a repetition
+end
 local version = current and cmsgpack.unpack(current)[2].version or 0
 if tonumber(ARGV[1]) <= version then
   return {0, version}

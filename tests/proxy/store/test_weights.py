@@ -21,6 +21,7 @@ async def test_versions_only_grow(store: Store) -> None:
     first, third = WeightState(1, "/w/1", "full", 10.0), WeightState(3, "/w/3", "lora", 30.0)
     await store.weights.advance(first)
     await store.weights.advance(third)
+    await store.weights.advance(third)  # sent again by a connection that broke before it had the answer
     for version in (0, 2, 3):
         with pytest.raises(Conflict, match=f"{version} is not greater than the current 3"):
             await store.weights.advance(WeightState(version))
