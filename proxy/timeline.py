@@ -234,9 +234,11 @@ class CancelScope:
       be asked, or does not answer in time, is hung up on: it sees a disconnected client, and the call gets EngineFailed;
     - while anything else is done, such as recording, it goes on to its end."""
 
-    def __init__(self, session_id: str, call_id: str) -> None:
+    def __init__(self, session_id: str, call_id: str, choices: int = 1) -> None:
         self.session_id = session_id
         self.call_id = call_id
+        self.choices = choices
+        """How many calls the request becomes when it is recorded."""
         self.cancelled = False
         self.hung_up = False
         self.may_have_sampled = False
@@ -342,12 +344,13 @@ class Inflight:
     def __len__(self) -> int:
         return sum(len(scopes) for scopes in self._scopes.values())
 
-    def call_ids(self) -> set[str]:
-        return {scope.call_id for scopes in self._scopes.values() for scope in scopes}
+    def sessions_of_calls(self) -> dict[str, str]:
+        """The session of each call, by its id."""
+        return {scope.call_id: session_id for session_id, scopes in self._scopes.items() for scope in scopes}
 
-    def before(self, call: CancelScope) -> list[str]:
-        """The ids of the session's calls that entered before this one."""
-        return [scope.call_id for scope in takewhile(lambda scope: scope is not call, self._scopes.get(call.session_id, ()))]
+    def before(self, call: CancelScope) -> list[CancelScope]:
+        """The session's calls that entered before this one."""
+        return list(takewhile(lambda scope: scope is not call, self._scopes.get(call.session_id, ())))
 
     def enter(self, scope: CancelScope) -> None:
         self._scopes.setdefault(scope.session_id, {})[scope] = None

@@ -176,10 +176,12 @@ async def _finish_close(
 
 async def _finish_delete(services: Services, session_id: str) -> None:
     try:
+        await services.sessions.begin_delete(session_id)
         state = await services.sessions.begin_close(session_id)
         await services.peers.cut(session_id)
         await services.delivery.withdraw(session_id, build_group_defaults(services.settings))
     except (NotFound, Conflict):
+        await services.sessions.call_off_delete(session_id)
         await services.delivery.retract(session_id)
         raise
     await services.sessions.delete(session_id)

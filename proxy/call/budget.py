@@ -8,13 +8,14 @@ worse: a call may sample all that is left, so the call beside it would be refuse
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from proxy.call.turn import Turn
 from proxy.errors import BudgetExhausted
 from proxy.store.states import SessionInfo
+from proxy.timeline import CancelScope
 from reconstruct.records import Forest, order_key
 
 
@@ -50,12 +51,12 @@ class Left:
         return next((name for name, left in parts.items() if left is not None and left < 1), "")
 
 
-def check_budget(turn: Turn, before: Collection[str]) -> None:
+def check_budget(turn: Turn, before: Iterable[CancelScope]) -> None:
     """Raises BudgetExhausted where the call is not covered. `before`: the session's calls that entered this process earlier and are
     still under way: of calls that come at once the first ones are covered."""
     info, forest = turn.tree.info, turn.tree.forest
     left = Left.of(info, forest)
-    earlier = sum(1 for call_id in before if call_id not in forest.calls)
+    earlier = sum(scope.choices for scope in before if scope.call_id not in forest.calls)
     if left.calls is not None and left.calls < earlier + turn.request.n:
         raise _exhausted(info, "max_calls")
     if left.spent:

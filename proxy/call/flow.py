@@ -137,7 +137,7 @@ class Flow:
             request,
             hash_bytes(body),
             call_ids,
-            CancelScope(info.session_id, call_ids[0]),
+            CancelScope(info.session_id, call_ids[0], len(call_ids)),
             started_at=recorded[0].started_at if recorded else time.time(),
             clock=time.perf_counter(),
             timeline=timeline,
@@ -259,11 +259,16 @@ class Flow:
             intent = Intent(turn.call_id, parent_id, turn.digest, replica.name, turn.started_at)
             known = turn.tree.known
             with Waiting(STORE):
-                begun = await self._sessions.begin(turn.session_id, known, intent, self._settings.max_session_bytes)
-            if not begun.accepted or begun.created_at != turn.tree.info.created_at:
-                self._trees.check_open(turn.tree, begun)
+                begun = await self._sessions.begin(
+                    turn.session_id,
+                    known,
+                    intent,
+                    self._settings.max_session_bytes,
+                    created_at=turn.tree.info.created_at,
+                )
             if begun.accepted:
                 return found
+            self._trees.check_open(turn.tree, begun)
             if begun.status == "full":
                 raise _full(turn.session_id, self._settings.max_session_bytes)
             turn.tree.learn(begun.records, known)
@@ -382,7 +387,8 @@ class Flow:
         if turn.request.images:
             await self._media.keep(turn)
         with Waiting(STORE):
-            total = await self._sessions.commit(turn.session_id, turn.call_id, records, size)
+            created_at = turn.tree.info.created_at
+            total = await self._sessions.commit(turn.session_id, turn.call_id, records, size, created_at=created_at)
         turn.timeline.begin(REPLY)
         turn.tree.committed(calls, sampled.prompt_ids, total)
         turn.draft.keep()

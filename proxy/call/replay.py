@@ -111,7 +111,7 @@ class Replays:
         calls = match.recorded.calls if match.again else _place_calls(tree, recording, request, found, match)
         originals = zip(match.recorded.calls, match.recorded.stored, calls, strict=True)
         entries = {call.call_id: stored if call is original else _store_whole(call) for original, stored, call in originals}
-        begun = await self._sessions.replay(tree.info.session_id, known, entries, time.time())
+        begun = await self._sessions.replay(tree.info.session_id, known, entries, time.time(), created_at=tree.info.created_at)
         self._trees.check_open(tree, begun)
         if not begun.accepted:
             tree.learn(begun.records, known)

@@ -511,7 +511,7 @@ class SessionTrees:
     def check_open(self, tree: SessionTree, begun: Begun) -> None:
         """Raises NotFound when the store has no such session any more, Conflict when it takes no more calls."""
         session_id = tree.info.session_id
-        if begun.status == "missing" or (begun.created_at and begun.created_at != tree.info.created_at):
+        if begun.status == "missing":
             self.forget(session_id)
             raise NotFound(f"session '{session_id}' does not exist")
         if begun.status not in ("open", "full"):

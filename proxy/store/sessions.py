@@ -28,15 +28,12 @@ OPENING_SECONDS = 60.0
 @dataclass(frozen=True, slots=True)
 class Begun:
     """The answer of `begin`. `status` is the session's, or "missing", or "full". `accepted`: the intent was written, because the session
-    is open and `known_calls` was current. Otherwise `records` are the calls that the caller did not know.
-
-    `created_at` is the session's: a cached tree with another one belongs to a deleted session of the same id. So does a caller that
-    knows more calls than there are, whose answer is "missing" too."""
+    is open and `known_calls` was current. Otherwise `records` are the calls that the caller did not know. A caller that knows more calls
+    than there are means a deleted session of the same id, which is missing."""
 
     status: str
     accepted: bool
     records: Sequence[bytes] = ()
-    created_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +45,9 @@ class _Unsettled:
 
 
 class SessionStore:
-    """`process` signs the intents. `clock` replaces Redis's own, for tests. Every method may raise `StoreUnavailable`."""
+    """`process` signs the intents. `clock` replaces Redis's own, for tests. Every method may raise `StoreUnavailable`.
+
+    `created_at` says which session is meant: to a caller that means a deleted one, a later one of its id is missing. None: any."""
 
     def __init__(self, connection: StoreConnection, process: str = "", clock: Callable[[], float] | None = None) -> None:
         self._redis = connection
@@ -83,6 +82,16 @@ class SessionStore:
         """A page, newest first, and the cursor of the next one; None: it was the last."""
         return await self._listing.load_page(status=status, group_id=group_id, limit=limit, cursor=cursor)
 
+    async def begin_delete(self, session_id: str) -> None:
+        """From here on no fork of it is opened. Raises `Conflict` while forks replay it."""
+        parts = (keys.state(session_id), keys.forks(session_id))
+        if not await self._redis.run(Script.read("begin_delete"), parts):
+            raise Conflict(f"session {session_id} is replayed by forks: delete them first")
+
+    async def call_off_delete(self, session_id: str) -> None:
+        """Undoes `begin_delete`."""
+        await self._redis.execute("HDEL", keys.state(session_id), "deleting")
+
     async def delete(self, session_id: str) -> bool:
         """False when there was none. Raises `Conflict` while forks replay it."""
         state = await self.load(session_id)
@@ -97,7 +106,9 @@ class SessionStore:
         self._answers.forget_session(session_id)
         return bool(removed)
 
-    async def begin(self, session_id: str, known_calls: int, intent: Intent, most_bytes: int = 0) -> Begun:
+    async def begin(
+        self, session_id: str, known_calls: int, intent: Intent, most_bytes: int = 0, *, created_at: float | None = None
+    ) -> Begun:
         """Writes the intent. A session whose calls hold `most_bytes` or more (0: unlimited) has the status "full"."""
         signed = Intent(
             intent.call_id, intent.parent_id, intent.digest, intent.replica, intent.started_at, process=self._process
@@ -105,28 +116,36 @@ class SessionStore:
         # The intent may have been written even when no answer arrives.
         self._unsettled[intent.call_id] = _Unsettled(session_id, None)
         answers = self._answers.encode(session_id)
-        args = (known_calls, intent.call_id, pack((SCHEMA, signed)), most_bytes, *answers)
+        args = (_number(created_at), known_calls, intent.call_id, pack((SCHEMA, signed)), most_bytes, *answers)
         parts = (*_with_intents(session_id), *_answers_of(session_id))
-        status, accepted, created_at, records = await self._run("begin", parts, args)
+        status, accepted, records = await self._run("begin", parts, args)
         if accepted:
             self._answers.forget(session_id, answers)
             self._unsettled[intent.call_id] = _Unsettled(session_id, intent)
         else:
             self._unsettled.pop(intent.call_id, None)
-        return Begun(status.decode(), bool(accepted), await self.resolve(records), float(created_at))
+        return Begun(status.decode(), bool(accepted), await self.resolve(records))
 
-    async def replay(self, session_id: str, known_calls: int, calls: Mapping[str, tuple[bytes, bytes]], at: float) -> Begun:
+    async def replay(
+        self,
+        session_id: str,
+        known_calls: int,
+        calls: Mapping[str, tuple[bytes, bytes]],
+        at: float,
+        *,
+        created_at: float | None = None,
+    ) -> Begun:
         """Appends those of the calls (id -> digest of the record, entry) that are not there yet, all or none, if the session is open and
         `known_calls` is current (`accepted`): so one process alone gives a recorded reply, at the time `at`. All of them count as being
         answered here."""
-        args: list[Argument] = [known_calls, self._now(), self._process, repr(at)]
+        args: list[Argument] = [_number(created_at), known_calls, self._now(), self._process, repr(at)]
         for call_id, stored in calls.items():
             args += (call_id, *stored)
         parts = (*_state_and_calls(session_id), keys.index(session_id), keys.answering(session_id))
-        status, accepted, created_at, records = await self._run("replay", parts, args, durable=True)
+        status, accepted, records = await self._run("replay", parts, args, durable=True)
         if accepted:
             self._answers.expect(session_id, calls)
-        return Begun(status.decode(), bool(accepted), await self.resolve(records), float(created_at))
+        return Begun(status.decode(), bool(accepted), await self.resolve(records))
 
     async def pin(self, fork_id: str, fork: Fork, now: float) -> bool:
         """Keeps the origin from being deleted while the fork exists, and for `OPENING_SECONDS` until it does. False when the origin is
@@ -154,7 +173,15 @@ class SessionStore:
         states = await asyncio.gather(*(self.load(member.decode()) for member in pinned))
         return [state for state in states if state and state.info.replay and state.info.replay.session_id == session_id]
 
-    async def commit(self, session_id: str, intent_id: str, records: Mapping[str, bytes], size_bytes: int = 0) -> int:
+    async def commit(
+        self,
+        session_id: str,
+        intent_id: str,
+        records: Mapping[str, bytes],
+        size_bytes: int = 0,
+        *,
+        created_at: float | None = None,
+    ) -> int:
         """Appends `records` (call id -> bytes), all or none, and drops the intent. Returns the session's number of calls. `size_bytes`:
         of the records before compression.
 
@@ -162,7 +189,14 @@ class SessionStore:
         frozen or deleted meanwhile; one that is `closing` still takes the calls in flight."""
         answers = self._answers.encode(session_id)
         parts = (*_state_and_calls(session_id), keys.index(session_id), keys.intents(session_id), *_answers_of(session_id))
-        args: list[Argument] = [intent_id, self._now(), str(size_bytes), self._process, len(records)]
+        args: list[Argument] = [
+            _number(created_at),
+            intent_id,
+            self._now(),
+            str(size_bytes),
+            self._process,
+            len(records),
+        ]
         for call_id, record in records.items():
             args += (call_id, digest(record), record)
         args += answers
@@ -196,13 +230,20 @@ class SessionStore:
     async def disown(self, running: Container[str]) -> None:
         """Settles the intents of this process whose calls are not `running` any more, for when the store was away as they ended: drops
         those without a call, and gives the others up, so that they are dangling. Writes the outcomes that wait."""
-        await self._answers.flush()
+        # Before anything is waited for: a call that begins meanwhile is not among `running`.
         for call_id, left in [each for each in self._unsettled.items() if each[0] not in running]:
             if left.intent is None:
                 await self.drop_intent(left.session_id, call_id)
             else:
                 await self._run("disown", _with_intents(left.session_id), (call_id, pack_versioned(left.intent)))
                 self._unsettled.pop(call_id, None)
+        await self._answers.flush()
+
+    async def keep_active(self, running: Mapping[str, str]) -> None:
+        """Notes that sessions are not idle though a `running` call of theirs (id -> session) has no intent: it waits for an engine, or its
+        reply is on its way."""
+        waiting = {session_id for call_id, session_id in running.items() if call_id not in self._unsettled}
+        await asyncio.gather(*(self._run("keep_active", _state_and_calls(each), (self._now(),)) for each in waiting))
 
     def note_answered(self, session_id: str, call_ids: Sequence[str], *, delivered: bool) -> None:
         """Whether the replies of a request were flushed to the harness; see `Answers`."""

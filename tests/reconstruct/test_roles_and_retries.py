@@ -609,9 +609,9 @@ def undelivered(redis_server: RedisServer, engine: ScriptedEngine, monkeypatch: 
     delivered."""
     recording, commit = threading.Event(), SessionStore.commit
 
-    async def told(*args: Any) -> int:
+    async def told(*args: Any, **named: Any) -> int:
         recording.set()
-        return await commit(*args)
+        return await commit(*args, **named)
 
     monkeypatch.setattr(SessionStore, "commit", told)
 

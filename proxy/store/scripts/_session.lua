@@ -6,6 +6,11 @@ local function status()
   return redis.call('HGET', KEYS[1], 'status')
 end
 
+-- Whether the session is a later one of the same id than the one that was `expected`; '': that one or any other.
+local function is_another(created_at, expected)
+  return expected ~= '' and created_at ~= expected
+end
+
 local function snapshot()
   return {redis.call('HGETALL', KEYS[1]), redis.call('LLEN', KEYS[2])}
 end

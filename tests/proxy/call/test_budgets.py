@@ -142,6 +142,17 @@ def test_calls_at_once_do_not_go_over_the_budget(
     assert len(session.calls) == 2
 
 
+def test_all_choices_of_a_call_under_way_count(engine: ScriptedEngine, service: RunningService) -> None:
+    session, gate = service.session(max_calls=4), threading.Event()
+    engine.script = lambda generation, index: Say("hello", gate=gate)
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(ask, session, n=3) for _ in range(2)]
+        wait_until(lambda: any(answer.done() for answer in answers), 120, "one is refused")
+        gate.set()
+    assert sorted(answer.result().status_code for answer in answers) == [200, 401]
+    assert len(session.calls) == 3
+
+
 def test_every_process_counts_alike(engine: ScriptedEngine, running: Running) -> None:
     here, there = running[1]["token"], running[1]["chat"]
     session = here.session(max_calls=2)

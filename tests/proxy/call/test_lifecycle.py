@@ -29,7 +29,7 @@ from proxy.store import keys
 from proxy.store.connection import StoreConnection
 from proxy.store.service import RedisClock
 from proxy.store.sessions import SessionStore
-from proxy.store.states import Intent, SessionInfo, SessionState
+from proxy.store.states import Fork, Intent, SessionInfo, SessionState
 from proxy.timeline import CancelScope
 from reconstruct.codec import decode, encode
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
@@ -382,9 +382,24 @@ async def test_what_the_store_could_not_be_told_is_settled_later(own: Services, 
     async with process(redis_kind.url) as other:
         await until_it_beats(other, own.peers.process)
         assert await other.peers.in_flight(await other.sessions.load_intents("s")) == {"lost"}
-        await own.sessions.disown(own.inflight.call_ids())
+        await own.sessions.disown(own.inflight.sessions_of_calls())
         assert await other.peers.in_flight(await other.sessions.load_intents("s")) == set()
         assert [left.call_id for left in await other.sessions.load_intents("s")] == ["lost"]
+
+
+async def test_a_call_that_begins_while_others_are_settled_keeps_its_intent(own: Services) -> None:
+    """Its intent was given up, or dropped: another process then froze the session without waiting for the call."""
+    await opened(own)
+    await own.sessions.commit("s", "", {"c1": record("c1", "s", prompt=[1], sampled=[2])})
+    own.sessions.note_answered("s", ["c1"], delivered=True)
+
+    async def begin() -> None:
+        own.inflight.enter(CancelScope("s", "c2"))
+        await own.sessions.begin("s", 1, intent("c2"))
+
+    await asyncio.gather(own.sessions.disown(own.inflight.sessions_of_calls()), begin())
+    assert [(left.call_id, left.process) for left in await own.sessions.load_intents("s")] == [("c2", own.peers.process)]
+    assert await own.sessions.load_delivered("s") == {"c1"}
 
 
 async def until_it_beats(services: Services, name: str) -> None:
@@ -446,6 +461,29 @@ async def test_calls_keep_a_session_from_expiring_and_dangling_ones_do_not(
         await begun_elsewhere(own, redis_kind.url, "dead", "c2")
         clock.ahead = 1400.0
         assert await close_idle(own) == 1, "a dead process's call is no activity"
+
+
+async def test_a_call_that_waits_for_an_engine_keeps_its_session_from_expiring(
+    redis_kind: RedisKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no intent yet: a push of weights that held calls for longer than the idle time ended their runs."""
+    monkeypatch.setattr(peers, "BEAT_SECONDS", peers.RETRY_SECONDS)
+    redis_kind.flushall()
+    async with process(redis_kind.url, session_idle_seconds=600.0) as own:
+        started_at = time.time()
+        await own.sessions.create(SessionInfo("s", b"hash", started_at - 1000.0))
+        own.inflight.enter(CancelScope("s", "c1"))
+        async with asyncio.timeout(60):
+            while (await session_of(own)).updated_at < started_at - 10.0:
+                await asyncio.sleep(0.02)
+        assert await close_idle(own) == 0
+        own.inflight.leave(next(iter(own.inflight._scopes["s"])))
+
+
+async def session_of(services: Services) -> SessionState:
+    state = await services.sessions.load("s")
+    assert state is not None
+    return state
 
 
 async def test_a_session_is_not_closed_in_the_moment_in_which_a_call_begins(own: Services) -> None:
@@ -528,6 +566,21 @@ async def test_a_delete_removes_every_key_of_a_session(own: Services, redis_kind
 def lasting_keys(redis: RedisKind) -> set[bytes]:
     """All but those of the groups, of which there is a fixed number: some come and go with what is in them."""
     return {key for key in redis.all_keys() if not key.startswith(b"vb:{delivery}:")}
+
+
+async def test_no_fork_is_opened_of_a_session_that_is_being_deleted(own: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The delete was refused half-way: the session had left its group, and was deleted later without a word."""
+    await opened(own)
+    fork = Fork("s", (await session_of(own)).info.created_at, 0)
+    opened_forks = []
+
+    async def cut(session_id: str) -> None:
+        opened_forks.append(await own.sessions.pin("f", fork, time.time()))
+
+    monkeypatch.setattr(own.peers, "cut", cut)
+    await delete_session(own, "s")
+    assert opened_forks == [False] and await own.sessions.load("s") is None
+    assert await own.delivery.find_announced(time.time() + 60) == []
 
 
 async def test_the_pages_of_sessions_hold_each_once_while_others_come_and_go(own: Services) -> None:

@@ -55,12 +55,24 @@ async def test_an_unknown_session_is_none_missing_or_not_found(store: Store) -> 
 async def test_begin_writes_the_intent_and_commit_replaces_it_by_the_records(store: Store) -> None:
     await store.sessions.create(session())
     begun = await store.sessions.begin("s1", 0, intent())
-    assert (begun.status, begun.accepted, list(begun.records), begun.created_at) == ("open", True, [], 100.0)
+    assert (begun.status, begun.accepted, list(begun.records)) == ("open", True, [])
     assert await store.sessions.load_intents("s1") == [intent()]
     assert await store.sessions.commit("s1", "c1", {"c1": b"one", "c1-1": b"two"}) == 2
     assert await store.sessions.load_intents("s1") == []
     assert await store.sessions.load_records("s1") == [b"one", b"two"]
     assert await store.sessions.load_records("s1", 1) == [b"two"]
+
+
+async def test_nothing_of_a_deleted_session_is_written_into_a_later_one_of_its_id(store: Store) -> None:
+    """A process that had the first one in memory wrote an intent that nobody ever settled, or a call that was trained in the second."""
+    await store.sessions.create(session(created_at=200.0))
+    assert (await store.sessions.begin("s1", 0, intent(), created_at=100.0)).status == "missing"
+    assert (await store.sessions.replay("s1", 0, {"c1": (digest(b"one"), b"one")}, 1.0, created_at=100.0)).status == "missing"
+    with pytest.raises(Conflict, match="deleted before"):
+        await store.sessions.commit("s1", "c1", {"c1": b"one"}, created_at=100.0)
+    assert await store.sessions.load_intents("s1") == [] and await store.sessions.load_records("s1") == []
+    assert (await store.sessions.begin("s1", 0, intent(), created_at=200.0)).accepted
+    assert await store.sessions.commit("s1", "c1", {"c1": b"one"}, created_at=200.0) == 1
 
 
 async def test_begin_gives_what_others_recorded_instead_of_an_intent(store: Store) -> None:
@@ -254,5 +266,12 @@ async def test_a_session_outlives_its_forks(store: Store) -> None:
     assert await store.sessions.delete("f1")
     assert await store.sessions.find_forks("s1", 1000.0) == []
     await store.sessions.pin("f2", fork, 1000.0)
+    with pytest.raises(Conflict, match="delete them first"):
+        await store.sessions.begin_delete("s1")
+    assert await store.sessions.find_forks("s1", 1001.0 + OPENING_SECONDS) == []
+    await store.sessions.begin_delete("s1")
+    assert not await store.sessions.pin("f3", fork, 1000.0), "it is being deleted"
+    await store.sessions.call_off_delete("s1")
+    assert await store.sessions.pin("f3", fork, 1000.0)
     assert await store.sessions.find_forks("s1", 1001.0 + OPENING_SECONDS) == []
     assert await store.sessions.delete("s1")
