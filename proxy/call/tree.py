@@ -365,7 +365,7 @@ class Draft:
         new = self._new.get(key)
         if new is None:
             before = 0 if self._reader is None else self._reader.size_bytes
-            messages = [self.tree.digest(heard, self) for heard in read(raw)]
+            messages = [self.tree.digest(heard, self) for heard in read(raw, self)]
             length = len(raw)
             if self._reader is not None:
                 # The bytes of images are not kept with their messages.

@@ -162,8 +162,8 @@ class ParsedMessage:
     minted: str = ""
 
 
-ItemReader = Callable[[bytes], list[ParsedMessage]]
-"""Reads one raw item of a history."""
+ItemReader = Callable[[bytes, "Past"], list[ParsedMessage]]
+"""Reads one raw item of a history. What it makes of an item is remembered for the session, so it must hold for every later request."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,7 +188,7 @@ class Past(Protocol):
 
     def see(self, raw: bytes, read: ItemReader) -> list[HistoryMessage]:
         """The messages that `read` makes of a raw item, from memory if the session has sent the item before. `read` is part of the
-        key: pass the same function every time."""
+        key and outlives the request: pass the same function every time, and none that holds anything of the request."""
         ...
 
     def call(self, call_id: str) -> Call:

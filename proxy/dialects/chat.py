@@ -252,7 +252,7 @@ def _finish_reason(choice: Choice, echo: str | None) -> str:
     return _FUNCTION_CALL if echo == _FUNCTION_CALL and choice.finish_reason == "tool_calls" else choice.finish_reason
 
 
-def _read_message(raw: bytes) -> list[ParsedMessage]:
+def _read_message(raw: bytes, _: Past) -> list[ParsedMessage]:
     """One message, checked as far as the service reads it."""
     message = decode(raw)
     if not isinstance(message, dict):

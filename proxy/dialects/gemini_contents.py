@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from proxy.dialects import fields
-from proxy.dialects.base import ItemReader, ParsedMessage, tool_call_id, unseal
+from proxy.dialects.base import ItemReader, ParsedMessage, Past, tool_call_id, unseal
 from proxy.dialects.fields import arguments_text, decode, placeholder_id, tool_call
 from proxy.dialects.gemini_fields import check_depth, get_object, get_objects, normalize
 from proxy.errors import RequestError
@@ -44,15 +44,15 @@ def split_units(items: Sequence[bytes]) -> Iterator[tuple[bytes, ItemReader]]:
         start = end
 
 
-def read_content(raw: bytes) -> list[ParsedMessage]:
+def read_content(raw: bytes, _: Past) -> list[ParsedMessage]:
     return _read([decode(raw)])
 
 
-def read_turn(raw: bytes) -> list[ParsedMessage]:
+def read_turn(raw: bytes, _: Past) -> list[ParsedMessage]:
     return _read(decode(raw))
 
 
-def read_system(raw: bytes) -> list[ParsedMessage]:
+def read_system(raw: bytes, _: Past) -> list[ParsedMessage]:
     """The system instruction: a string, a content or a list of parts; texts are joined by line ends."""
     system = decode(raw)
     if isinstance(system, str):

@@ -166,7 +166,7 @@ def _system(prompt: list[str], past: Past) -> list[HistoryMessage]:
     return past.see(encode("\n".join(lasting)), _read_system) if lasting else []
 
 
-def _read_system(raw: bytes) -> list[ParsedMessage]:
+def _read_system(raw: bytes, _: Past) -> list[ParsedMessage]:
     return [ParsedMessage({"role": "system", "content": decode(raw)})]
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from proxy.dialects.base import ParsedMessage, unseal
+from proxy.dialects.base import ParsedMessage, Past, unseal
 from proxy.dialects.fields import arguments_text, decode, tool_call
 from proxy.errors import RequestError
 
@@ -25,7 +25,7 @@ def wire_id(call_id: str) -> str:
     return _MINTED_ID.sub(r"toolu_\g<rest>", call_id)
 
 
-def read_message(raw: bytes, later_system_role: str) -> list[ParsedMessage]:
+def read_message(raw: bytes, _: Past, later_system_role: str) -> list[ParsedMessage]:
     """The chat messages of one message that is not at the head of the history. Raises RequestError."""
     message = decode(raw)
     if not isinstance(message, dict):

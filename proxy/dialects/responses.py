@@ -25,7 +25,7 @@ from proxy.dialects.base import (
 from proxy.dialects.chat import OpenAIDialect, choose_status, describe_error
 from proxy.dialects.fields import decode, encode, split_body
 from proxy.dialects.responses_reply import ReplyOptions, ResponsesStream, complete_response, content_of, feed, parse_options
-from proxy.dialects.responses_request import ReadReply, ReadSystem, Section, read_message, read_output, split_sections
+from proxy.dialects.responses_request import ReadSystem, Section, read_message, read_output, read_reply, split_sections
 from proxy.dialects.responses_stored import find_call, load_conversation, record_marks, render_items, render_response
 from proxy.dialects.responses_tools import Toolbox, build_toolbox, parse_tool_choice
 from proxy.errors import ContextTooLong, RequestError, UnknownCall, VerbatimError
@@ -171,7 +171,7 @@ def _history(
         "system": ReadSystem(later_system_role),
         "message": read_message,
         "output": read_output,
-        "reply": ReadReply(past),
+        "reply": read_reply,
     }
     new = [seen for each in sections if each.kind != "tools" for seen in past.see(each.raw, readers[each.kind])]
     if previous is None and not new and not any(prompts[1:]):

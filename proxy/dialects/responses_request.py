@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -144,12 +144,12 @@ class ReadSystem:
 
     role: str
 
-    def __call__(self, raw: bytes) -> list[ParsedMessage]:
+    def __call__(self, raw: bytes, _: Past) -> list[ParsedMessage]:
         text = _join_texts(_decode_item(raw).get("content"), "\n")
         return [ParsedMessage({"role": self.role, "content": text})] if text else []
 
 
-def read_message(raw: bytes) -> list[ParsedMessage]:
+def read_message(raw: bytes, _: Past) -> list[ParsedMessage]:
     """A user's message, another agent's, or a readable compacted history."""
     item = _decode_item(raw)
     if item.get("type") == "agent_message":
@@ -175,7 +175,7 @@ def _compaction_text(item: Mapping[str, Any]) -> str:
     return text
 
 
-def read_output(raw: bytes) -> list[ParsedMessage]:
+def read_output(raw: bytes, _: Past) -> list[ParsedMessage]:
     """A tool's result."""
     item = _decode_item(raw)
     item_id = parse_item_id(item.get("call_id"), item.get("id"))
@@ -194,78 +194,75 @@ def _output_content(item: Mapping[str, Any]) -> Any:
     return _chat_content(output)
 
 
-@dataclass(frozen=True)
-class ReadReply:
-    """Reads the items of one reply as an assistant message.
+def read_reply(raw: bytes, past: Past) -> list[ParsedMessage]:
+    """The items of one reply as an assistant message.
 
     If an item does not carry the sampled arguments unchanged, or is only a reference, they are looked up in `past`. A call unknown to it
     raises UnknownCall, once per request: the store may know it.
     """
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    reasoning, minted = "", ""
+    for item in decode(raw):
+        item_id, sealed = parse_item_id(item.get("id"), item.get("call_id")), ""
+        if item.get("type") == "reasoning":
+            opened = unseal(item.get("encrypted_content"))
+            sealed = opened[0] if opened else ""
+            shown = _join_texts(item.get("content"), "") or _join_texts(item.get("summary"), "\n\n")
+            reasoning += shown or (opened[1] if opened else "")
+        elif item.get("type") in CALLS:
+            message.setdefault("tool_calls", []).append(_read_call(item, past))
+        elif item.get("role") == "assistant":
+            message["content"] += _join_texts(item.get("content"), "")
+        elif item_id is not None:
+            reasoning += _resolve(item, item_id, message, past)
+        minted = minted or sealed or (item_id.call_id if item_id else "")
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    return [ParsedMessage(message, minted)]
 
-    past: Past = field(compare=False)
-    """Not compared: within one session all of them read alike."""
 
-    def __call__(self, raw: bytes) -> list[ParsedMessage]:
-        message: dict[str, Any] = {"role": "assistant", "content": ""}
-        reasoning, minted = "", ""
-        for item in decode(raw):
-            item_id, sealed = parse_item_id(item.get("id"), item.get("call_id")), ""
-            if item.get("type") == "reasoning":
-                opened = unseal(item.get("encrypted_content"))
-                sealed = opened[0] if opened else ""
-                shown = _join_texts(item.get("content"), "") or _join_texts(item.get("summary"), "\n\n")
-                reasoning += shown or (opened[1] if opened else "")
-            elif item.get("type") in CALLS:
-                message.setdefault("tool_calls", []).append(self._call(item))
-            elif item.get("role") == "assistant":
-                message["content"] += _join_texts(item.get("content"), "")
-            elif item_id is not None:
-                reasoning += self._resolve(item, item_id, message)
-            minted = minted or sealed or (item_id.call_id if item_id else "")
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        return [ParsedMessage(message, minted)]
+def _read_call(item: dict[str, Any], past: Past) -> dict[str, Any]:
+    name, arguments = parse_function(item)
+    call_id = item.get("call_id")
+    if not isinstance(call_id, str):
+        raise RequestError(f"'call_id' of a {item['type']} must be a string", param="input")
+    minted = parse_item_id(call_id, item.get("id"))
+    if minted is not None and item["type"] != "function_call":
+        function = _find_sampled(minted, past)
+        if function is not None and is_call_of(item, function):
+            name, arguments = function["name"], function["arguments"]
+    return tool_call(call_id, name, arguments)
 
-    def _call(self, item: dict[str, Any]) -> dict[str, Any]:
-        name, arguments = parse_function(item)
-        call_id = item.get("call_id")
-        if not isinstance(call_id, str):
-            raise RequestError(f"'call_id' of a {item['type']} must be a string", param="input")
-        minted = parse_item_id(call_id, item.get("id"))
-        if minted is not None and item["type"] != "function_call":
-            function = self._sampled(minted)
-            if function is not None and is_call_of(item, function):
-                name, arguments = function["name"], function["arguments"]
-        return tool_call(call_id, name, arguments)
 
-    def _sampled(self, minted: ItemId) -> dict[str, Any] | None:
-        """The function call as it was sampled, None if the session has no such call."""
-        try:
-            calls = self.past.reply(minted.call_id).get("tool_calls") or []
-        except UnknownCall:
-            if minted.call_id in self.past.missed:
-                return None
-            self.past.missed.add(minted.call_id)
-            raise
-        return calls[minted.position]["function"] if minted.position < len(calls) else None
+def _find_sampled(minted: ItemId, past: Past) -> dict[str, Any] | None:
+    """The function call as it was sampled, None if the session has no such call."""
+    try:
+        calls = past.reply(minted.call_id).get("tool_calls") or []
+    except UnknownCall:
+        if minted.call_id in past.missed:
+            return None
+        past.missed.add(minted.call_id)
+        raise
+    return calls[minted.position]["function"] if minted.position < len(calls) else None
 
-    def _resolve(self, item: Mapping[str, Any], item_id: ItemId, message: dict[str, Any]) -> str:
-        """Add what a reference names to `message`; return it instead if it is reasoning."""
-        try:
-            stored = self.past.call(item_id.call_id).marks.get("store") != "false"
-            reply = self.past.reply(item_id.call_id)
-        except UnknownCall as error:
-            raise _unknown_item(item.get("id")) from error
-        calls = reply.get("tool_calls") or []
-        if not stored or (item_id.kind not in ("rs", "msg") and item_id.position >= len(calls)):
-            raise _unknown_item(item.get("id"))
-        if item_id.kind == "rs":
-            return reply.get("reasoning_content") or ""
-        if item_id.kind == "msg":
-            message["content"] += reply.get("content") or ""
-        else:
-            message.setdefault("tool_calls", []).append(calls[item_id.position])
-        return ""
+
+def _resolve(item: Mapping[str, Any], item_id: ItemId, message: dict[str, Any], past: Past) -> str:
+    """Add what a reference names to `message`; return it instead if it is reasoning."""
+    try:
+        stored = past.call(item_id.call_id).marks.get("store") != "false"
+        reply = past.reply(item_id.call_id)
+    except UnknownCall as error:
+        raise _unknown_item(item.get("id")) from error
+    calls = reply.get("tool_calls") or []
+    if not stored or (item_id.kind not in ("rs", "msg") and item_id.position >= len(calls)):
+        raise _unknown_item(item.get("id"))
+    if item_id.kind == "rs":
+        return reply.get("reasoning_content") or ""
+    if item_id.kind == "msg":
+        message["content"] += reply.get("content") or ""
+    else:
+        message.setdefault("tool_calls", []).append(calls[item_id.position])
+    return ""
 
 
 # Content and its parts.

@@ -5,6 +5,7 @@ A cycle through a call keeps its body and its reply until the collector looks, a
 
 from __future__ import annotations
 
+import base64
 import gc
 import threading
 from collections import Counter
@@ -21,6 +22,7 @@ from benchmarks.processes import ADMIN, ROOT
 from cli.serving.connection import Connection, Patience
 from proxy.settings import Settings
 from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine
+from tests.support.engine.scripted_images import SEEING, picture, url_of
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
 
@@ -29,12 +31,63 @@ PATH = "/v1/chat/completions"
 SAMPLED = {"token": "/inference/v1/generate", "chat": PATH}
 BODY: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "q"}]}
 
+IMAGE = picture()
+TURNS: dict[str, dict[str, Any]] = {
+    PATH: {
+        "model": "policy",
+        "messages": [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url_of(IMAGE)}}]},
+            {"role": "assistant", "content": "a"},
+            {"role": "user", "content": "q"},
+        ],
+    },
+    "/v1/responses": {
+        "model": "policy",
+        "input": [
+            {"role": "user", "content": [{"type": "input_image", "image_url": url_of(IMAGE)}]},
+            {"role": "assistant", "content": "a"},
+            {"role": "user", "content": "q"},
+        ],
+    },
+    "/v1/messages": {
+        "model": "policy",
+        "max_tokens": 99,
+        "messages": [
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "image",
+                        "source": {"type": "base64", "media_type": "image/png", "data": base64.b64encode(IMAGE).decode()},
+                    }
+                ],
+            },
+            {"role": "assistant", "content": "a"},
+            {"role": "user", "content": "q"},
+        ],
+    },
+    "/v1beta/models/policy:generateContent": {
+        "contents": [
+            {
+                "role": "user",
+                "parts": [{"inlineData": {"mimeType": "image/png", "data": base64.b64encode(IMAGE).decode()}}],
+            },
+            {"role": "model", "parts": [{"text": "a"}]},
+            {"role": "user", "parts": [{"text": "q"}]},
+        ]
+    },
+}
+"""In each dialect, an image, a turn of the assistant and a question."""
+
+REFUSED: dict[str, Any] = {"model": "", "generationConfig": {"temperature": "hot"}}
+"""A field that every dialect refuses after it has read the history."""
+
 STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 
 
 @pytest.fixture
 def engine() -> Iterator[ScriptedEngine]:
-    with ScriptedEngine("qwen3") as engine:
+    with ScriptedEngine(SEEING, most_images=1) as engine:
         yield engine.say("hello world")
 
 
@@ -82,9 +135,11 @@ def cycles() -> Iterator[Counter[str]]:
         gc.enable()
 
 
-async def ask(app: Application, key: str, status: int, body: dict[str, Any], leaves_at: bytes | None = None) -> None:
+async def ask(
+    app: Application, key: str, status: int, body: dict[str, Any], leaves_at: bytes | None = None, path: str = PATH
+) -> None:
     for _ in range(CALLS):
-        assert (await app.ask("POST", PATH, key, body, leaves_at))[0] == status
+        assert (await app.ask("POST", path, key, body, leaves_at))[0] == status
 
 
 @STREAMED
@@ -116,6 +171,30 @@ async def test_a_refused_request_leaves_no_cycle(app: Application) -> None:
     with cycles() as found:
         await ask(app, key, 400, {"messages": 3})
         await ask(app, "wrong", 401, BODY)
+    assert not found
+
+
+@pytest.mark.parametrize("path", TURNS)
+async def test_a_refused_turn_of_any_dialect_leaves_no_cycle(app: Application, path: str) -> None:
+    """A Responses request was in a cycle with what it had read of the assistant, and stayed with its images."""
+    _, key = await app.opened()
+    with cycles() as found:
+        await ask(app, key, 400, {**TURNS[path], **REFUSED}, path=path)
+    assert not found
+
+
+@pytest.mark.parametrize("path", TURNS)
+async def test_the_tree_of_a_closed_session_goes_with_its_last_call(app: Application, path: str) -> None:
+    """It remembered an assistant's turn of a Responses request together with the request, which holds the tree."""
+
+    async def live() -> None:
+        session_id, key = await app.opened()
+        await ask(app, key, 200, TURNS[path], path=path)
+        await app.post(f"/sessions/{session_id}/close", ADMIN, {"status": "completed", "reward": 1.0})
+
+    await live()
+    with cycles() as found:
+        await live()
     assert not found
 
 

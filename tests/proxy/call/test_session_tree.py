@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from proxy.call.record import place
 from proxy.call.tree import Draft, SessionTree
 from proxy.call.turn import Continuation, continuation
-from proxy.dialects.base import HistoryMessage, ParsedMessage, Request
+from proxy.dialects.base import HistoryMessage, ParsedMessage, Past, Request
 from proxy.store.states import SessionInfo
 from reconstruct.codec import encode
 from reconstruct.messages import chain, digest_message, digest_messages, root_key
@@ -54,7 +54,7 @@ def tree() -> SessionTree:
     return SessionTree(SessionInfo("s", b"", 0.0))
 
 
-def read(raw: bytes) -> list[ParsedMessage]:
+def read(raw: bytes, _: Past) -> list[ParsedMessage]:
     return [ParsedMessage(msgspec.json.decode(raw))]
 
 
@@ -88,7 +88,7 @@ def test_a_chain_goes_on_from_any_beginning(first: list[dict[str, Any]], rest: l
 def test_a_message_is_decoded_once_per_session_and_dialect() -> None:
     session, raw = tree(), b'{"role": "user", "content": "q"}'
 
-    def other_dialect(raw: bytes) -> list[ParsedMessage]:
+    def other_dialect(raw: bytes, _: Past) -> list[ParsedMessage]:
         return [ParsedMessage({"role": "user", "content": "something else"})]
 
     one, again = seen_by(session, [MESSAGES[0]]), seen_by(session, [MESSAGES[0]])

@@ -61,7 +61,7 @@ class Remembered:
         self.missed: set[str] = set()
 
     def see(self, raw: bytes, read: ItemReader) -> list[HistoryMessage]:
-        return [self._seen(heard) for heard in read(raw)]
+        return [self._seen(heard) for heard in read(raw, self)]
 
     def _seen(self, heard: ParsedMessage) -> HistoryMessage:
         minted = (*minted_call_ids(heard.message), *([heard.minted] if heard.minted else []))

@@ -79,7 +79,7 @@ class ToyStream:
         return line(oops=error.code)
 
 
-def read_turn(raw: bytes) -> list[ParsedMessage]:
+def read_turn(raw: bytes, _: Past) -> list[ParsedMessage]:
     turn = fields.decode(raw)
     role = "user" if "me" in turn else "assistant"
     return [ParsedMessage({"role": role, "content": turn["me" if role == "user" else "you"]})]
