@@ -22,7 +22,7 @@ from proxy.call.media import Media
 from proxy.call.observe import Observer
 from proxy.call.tree import Draft, ParseTurn, SessionTree
 from proxy.call.turn import Turn
-from proxy.dialects.base import Action, Counts, Incoming, Lists, Past, Reply, Request, Stores
+from proxy.dialects.base import MAX_SEALED_BYTES, Action, Counts, Incoming, Lists, LongSeals, Past, Reply, Request, Stores
 from proxy.dialects.catalogue import dialects
 from proxy.dialects.fields import check_recordable, check_tools
 from proxy.errors import (
@@ -341,7 +341,7 @@ SMALL_BYTES = 2**16
 LARGE_BYTES = 2**19
 MANY_VALUES = 5_000
 """Bodies up to the first size are parsed on the loop, and up to the second if they have at most so many commas, those in texts included.
-That takes a few milliseconds, and tens of them if all of it is new message parts."""
+That takes a few milliseconds, and tens of them if all of it is new message parts. What its seals hold may have the second size."""
 
 Parse = Callable[[Incoming, Past], Request]
 """`parse` or `parse_count` of a dialect."""
@@ -356,18 +356,27 @@ class Parsing:
 
     async def parse(self, draft: Draft, parse: Parse, incoming: Incoming, *, again: bool = False) -> Request:
         """The request. Raises what the dialect raises. `again`: the second attempt, after a refresh from the store."""
-        quick, turn = _is_quick(incoming.body), draft.tree.parse_turn
-        if quick and turn is None:
-            return self._measure(draft, parse, incoming, again)
-        if turn is None:
-            turn = draft.tree.parse_turn = ParseTurn()
+        if draft.tree.parse_turn is None and (request := self._parse_quickly(draft, parse, incoming, again)) is not None:
+            return request
+        turn = draft.tree.parse_turn = draft.tree.parse_turn or ParseTurn()
         async with turn.lock:
             if (left := turn.rests_until - time.monotonic()) > 0:
                 await asyncio.sleep(left)
-            if quick:
-                return self._measure(draft, parse, incoming, again)
+            if (request := self._parse_quickly(draft, parse, incoming, again)) is not None:
+                return request
             async with self._thread:
+                draft.seals.most_bytes = MAX_SEALED_BYTES
                 return await asyncio.to_thread(self._measure, draft, parse, incoming, again)
+
+    def _parse_quickly(self, draft: Draft, parse: Parse, incoming: Incoming, again: bool) -> Request | None:
+        """The request, None for one that would keep the event loop for long."""
+        if not _is_quick(incoming.body) or draft.seals.opened_bytes > LARGE_BYTES:
+            return None
+        draft.seals.most_bytes = LARGE_BYTES
+        try:
+            return self._measure(draft, parse, incoming, again)
+        except LongSeals:
+            return None
 
     def _measure(self, draft: Draft, parse: Parse, incoming: Incoming, again: bool) -> Request:
         began = time.monotonic()

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from proxy.call.recording import Recording
-from proxy.dialects.base import HistoryMessage, ItemReader, ParsedMessage
+from proxy.dialects.base import HistoryMessage, ItemReader, ParsedMessage, Seals
 from proxy.errors import Conflict, NotFound, Unauthorized, UnknownCall
 from proxy.images import ImageBounds, ImageReader, images_in
 from proxy.store.sessions import Begun, SessionStore, digest, is_reference, refer
@@ -336,12 +336,13 @@ class Draft:
 
     Implements `proxy.dialects.base.Past`."""
 
-    __slots__ = ("_new", "_reader", "missed", "tree")
+    __slots__ = ("_new", "_reader", "missed", "seals", "tree")
 
     def __init__(self, tree: SessionTree) -> None:
         self.tree = tree
         self._reader: ImageReader | None = None
         self.missed: set[str] = set()
+        self.seals = Seals()
         self._new: dict[SeenKey, tuple[list[HistoryMessage], int]] = {}
 
     @property
@@ -365,11 +366,13 @@ class Draft:
         new = self._new.get(key)
         if new is None:
             before = 0 if self._reader is None else self._reader.size_bytes
+            opened = self.seals.opened_bytes
             messages = [self.tree.digest(heard, self) for heard in read(raw, self)]
             length = len(raw)
             if self._reader is not None:
                 # The bytes of images are not kept with their messages.
                 length = max(0, length - 4 * (self._reader.size_bytes - before) // 3)
+            length += self.seals.opened_bytes - opened
             new = self._new[key] = messages, _SEEN_BYTES + _MEMORY_PER_BYTE * length + _VALUE_BYTES * raw.count(b",")
         return new[0]
 

@@ -16,11 +16,11 @@ import os
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from proxy.errors import VerbatimError
+from proxy.errors import RequestError, VerbatimError
 from reconstruct.messages import Digests
 from reconstruct.records import Call
 
@@ -185,6 +185,9 @@ class Past(Protocol):
 
     missed: set[str]
     """Calls that the request names and that were not in memory. Named again after a refresh, they are not in the store either."""
+
+    seals: Seals
+    """Opens the request's seals."""
 
     def see(self, raw: bytes, read: ItemReader) -> list[HistoryMessage]:
         """The messages that `read` makes of a raw item, from memory if the session has sent the item before. `read` is part of the
@@ -353,7 +356,10 @@ def retry_headers(error: VerbatimError) -> dict[str, str]:
 
 _SEAL = b"verbatim1:"
 _CALL_ID_LENGTH = 24
-_MAX_REASONING_BYTES = 2**24
+_PIECE_BYTES = 2**16
+
+MAX_SEALED_BYTES = 2**26
+"""Bytes of reasoning that the seals of one request may hold: as many as a body may have by default."""
 
 
 def new_call_id() -> str:
@@ -372,16 +378,49 @@ def seal(call_id: str, reasoning: str = "") -> str:
     return base64.b64encode(_SEAL + call_id.encode() + zlib.compress(reasoning.encode("utf-8", "replace"))).decode()
 
 
-def unseal(sealed: Any) -> tuple[str, str] | None:
-    """(call id, reasoning) of a seal; None for anything else, such as another service's signature."""
-    if not isinstance(sealed, str):
-        return None
-    try:
-        content = base64.b64decode(sealed.encode(), validate=True)
-        if not content.startswith(_SEAL):
+class LongSeals(Exception):
+    """The seals of a request hold more than `Seals.most_bytes`, which is less than any request may have."""
+
+
+class Seals:
+    """Opens the seals of one request. Anyone can write one that holds a thousand times its own size, so what they hold is counted and
+    bounded for all of them together."""
+
+    __slots__ = ("most_bytes", "opened_bytes")
+
+    def __init__(self) -> None:
+        self.most_bytes = MAX_SEALED_BYTES
+        self.opened_bytes = 0
+        """Of reasoning, not compressed; what was opened twice counts twice, and what turned out to be damaged counts too."""
+
+    def open(self, sealed: Any) -> tuple[str, str] | None:
+        """(call id, reasoning) of a seal; None for anything else, such as another service's signature. Raises RequestError beyond
+        MAX_SEALED_BYTES, LongSeals beyond a lower `most_bytes`."""
+        if not isinstance(sealed, str):
             return None
-        start = len(_SEAL) + _CALL_ID_LENGTH
-        reasoning = zlib.decompressobj().decompress(content[start:], _MAX_REASONING_BYTES)
-        return content[len(_SEAL) : start].decode(), reasoning.decode()
-    except (ValueError, zlib.error):
-        return None
+        try:
+            content = base64.b64decode(sealed.encode(), validate=True)
+            if not content.startswith(_SEAL):
+                return None
+            start = len(_SEAL) + _CALL_ID_LENGTH
+            reasoning = b"".join(map(self._count, _decompress(content[start:])))
+            return content[len(_SEAL) : start].decode(), reasoning.decode()
+        except (ValueError, zlib.error):
+            return None
+
+    def _count(self, piece: bytes) -> bytes:
+        self.opened_bytes += len(piece)
+        if self.opened_bytes <= self.most_bytes:
+            return piece
+        if self.most_bytes < MAX_SEALED_BYTES:
+            raise LongSeals
+        raise RequestError(f"the reasoning sealed in the request is longer than {MAX_SEALED_BYTES} bytes")
+
+
+def _decompress(packed: bytes) -> Iterator[bytes]:
+    """A piece at a time, so that damaged data is noticed no later than too much of it. Raises zlib.error."""
+    unpacking = zlib.decompressobj()
+    while packed and not unpacking.eof:
+        yield unpacking.decompress(packed, _PIECE_BYTES)
+        packed = unpacking.unconsumed_tail
+    yield unpacking.flush()

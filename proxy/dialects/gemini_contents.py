@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from proxy.dialects import fields
-from proxy.dialects.base import ItemReader, ParsedMessage, Past, tool_call_id, unseal
+from proxy.dialects.base import ItemReader, ParsedMessage, Past, Seals, tool_call_id
 from proxy.dialects.fields import arguments_text, decode, placeholder_id, tool_call
 from proxy.dialects.gemini_fields import check_depth, get_object, get_objects, normalize
 from proxy.errors import RequestError
@@ -44,12 +44,12 @@ def split_units(items: Sequence[bytes]) -> Iterator[tuple[bytes, ItemReader]]:
         start = end
 
 
-def read_content(raw: bytes, _: Past) -> list[ParsedMessage]:
-    return _read([decode(raw)])
+def read_content(raw: bytes, past: Past) -> list[ParsedMessage]:
+    return _read([decode(raw)], past.seals)
 
 
-def read_turn(raw: bytes, _: Past) -> list[ParsedMessage]:
-    return _read(decode(raw))
+def read_turn(raw: bytes, past: Past) -> list[ParsedMessage]:
+    return _read(decode(raw), past.seals)
 
 
 def read_system(raw: bytes, _: Past) -> list[ParsedMessage]:
@@ -93,7 +93,7 @@ class _OpenCall:
     has_id: bool
 
 
-def _read(contents: list[Any]) -> list[ParsedMessage]:
+def _read(contents: list[Any], seals: Seals) -> list[ParsedMessage]:
     """The messages of contents, the model's first."""
     turn = [normalize(content, "contents") for content in contents]
     for content in turn:
@@ -101,16 +101,16 @@ def _read(contents: list[Any]) -> list[ParsedMessage]:
             raise RequestError(f"contents: a role must be user or model, not '{content['role']}'", param="contents")
     model_parts = [part for content in turn if content.get("role") == "model" for part in _parts_of(content)]
     has_model = any(content.get("role") == "model" for content in turn)
-    messages, open_calls = _model_turn(model_parts) if has_model else ([], [])
+    messages, open_calls = _model_turn(model_parts, seals) if has_model else ([], [])
     for content in turn:
         if content.get("role") != "model":
             messages += _user_turn(_parts_of(content), open_calls)
     return messages
 
 
-def _model_turn(parts: Sequence[Part]) -> tuple[list[ParsedMessage], list[_OpenCall]]:
+def _model_turn(parts: Sequence[Part], seals: Seals) -> tuple[list[ParsedMessage], list[_OpenCall]]:
     """The assistant message and the calls it makes."""
-    call_id, reasoning = _unseal_parts(parts)
+    call_id, reasoning = _unseal_parts(parts, seals)
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[_OpenCall] = []
@@ -255,7 +255,7 @@ def _name(holder: Mapping[str, Any], where: str) -> str:
     return name
 
 
-def _unseal_parts(parts: Sequence[Part]) -> tuple[str, str]:
+def _unseal_parts(parts: Sequence[Part], seals: Seals) -> tuple[str, str]:
     """(call id, reasoning) that signatures in the parts hold, "" for none. The last one that carries reasoning has all of it."""
     call_id, reasoning = "", ""
     for part in parts:
@@ -264,6 +264,6 @@ def _unseal_parts(parts: Sequence[Part]) -> tuple[str, str]:
             continue
         # Python's SDK writes bytes in the URL-safe alphabet, whatever it read.
         plain = signature.translate(_URL_SAFE).rstrip("=")
-        if (opened := unseal(plain + "=" * (-len(plain) % 4))) is not None:
+        if (opened := seals.open(plain + "=" * (-len(plain) % 4))) is not None:
             call_id, reasoning = opened[0], opened[1] or reasoning
     return call_id, reasoning

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from proxy.dialects.base import ParsedMessage, Past, unseal
+from proxy.dialects.base import ParsedMessage, Past, Seals
 from proxy.dialects.fields import arguments_text, decode, tool_call
 from proxy.errors import RequestError
 
@@ -25,14 +25,14 @@ def wire_id(call_id: str) -> str:
     return _MINTED_ID.sub(r"toolu_\g<rest>", call_id)
 
 
-def read_message(raw: bytes, _: Past, later_system_role: str) -> list[ParsedMessage]:
+def read_message(raw: bytes, past: Past, later_system_role: str) -> list[ParsedMessage]:
     """The chat messages of one message that is not at the head of the history. Raises RequestError."""
     message = decode(raw)
     if not isinstance(message, dict):
         raise RequestError("'messages' must be a list of objects", param="messages")
     role, content = message.get("role"), message.get("content")
     if role == "assistant":
-        return [_read_assistant(_blocks(content))]
+        return [_read_assistant(_blocks(content), past.seals)]
     if role == "user":
         return _read_user(_blocks(content))
     if role in SYSTEM_ROLES:
@@ -53,7 +53,7 @@ def read_texts(content: Any) -> list[str]:
     return [text for text in texts if text]
 
 
-def _read_assistant(content: list[dict[str, Any]]) -> ParsedMessage:
+def _read_assistant(content: list[dict[str, Any]], seals: Seals) -> ParsedMessage:
     text: list[str] = []
     reasoning: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -61,7 +61,7 @@ def _read_assistant(content: list[dict[str, Any]]) -> ParsedMessage:
     for block in content:
         kind = block.get("type")
         if kind in ("thinking", "redacted_thinking"):
-            call_id, thought = _read_thinking(block)
+            call_id, thought = _read_thinking(block, seals)
             minted = call_id or minted
             reasoning.append(thought)
         elif kind == "tool_use":
@@ -79,10 +79,10 @@ def _read_assistant(content: list[dict[str, Any]]) -> ParsedMessage:
     return ParsedMessage(message, minted)
 
 
-def _read_thinking(block: Mapping[str, Any]) -> tuple[str, str]:
+def _read_thinking(block: Mapping[str, Any], seals: Seals) -> tuple[str, str]:
     """(the call that a thinking block was minted for, its reasoning); "" for what it does not say."""
     redacted = block.get("type") == "redacted_thinking"
-    call_id, sealed = unseal(block.get("data" if redacted else "signature")) or ("", "")
+    call_id, sealed = seals.open(block.get("data" if redacted else "signature")) or ("", "")
     return call_id, sealed if redacted else _text(block, "thinking") or sealed
 
 

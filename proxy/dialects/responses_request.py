@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.dialects.base import ParsedMessage, Past, tool_call_id, unseal
+from proxy.dialects.base import ParsedMessage, Past, Seals, tool_call_id
 from proxy.dialects.fields import decode, tool_call
 from proxy.dialects.responses_items import KINDS_OF_ITEMS, ItemId, is_call_of, parse_function, parse_item_id
 from proxy.errors import RequestError, UnknownCall
@@ -149,13 +149,13 @@ class ReadSystem:
         return [ParsedMessage({"role": self.role, "content": text})] if text else []
 
 
-def read_message(raw: bytes, _: Past) -> list[ParsedMessage]:
+def read_message(raw: bytes, past: Past) -> list[ParsedMessage]:
     """A user's message, another agent's, or a readable compacted history."""
     item = _decode_item(raw)
     if item.get("type") == "agent_message":
         content: Any = "".join(_agent_text(part) for part in _parts(item.get("content")))
     elif item.get("type") == "compaction":
-        content = _compaction_text(item)
+        content = _compaction_text(item, past.seals)
     else:
         content = _chat_content(item.get("content"))
     return [ParsedMessage({"role": "user", "content": content})]
@@ -167,8 +167,8 @@ def _agent_text(part: Any) -> str:
     return sealed if isinstance(sealed, str) else _part_text(part)
 
 
-def _compaction_text(item: Mapping[str, Any]) -> str:
-    opened = unseal(item.get("encrypted_content"))
+def _compaction_text(item: Mapping[str, Any], seals: Seals) -> str:
+    opened = seals.open(item.get("encrypted_content"))
     text = opened[1] if opened else _join_texts(item.get("content") or item.get("summary"), "\n\n")
     if not text:
         raise RequestError("a compaction item that another service has sealed cannot be read", param="input")
@@ -205,7 +205,7 @@ def read_reply(raw: bytes, past: Past) -> list[ParsedMessage]:
     for item in decode(raw):
         item_id, sealed = parse_item_id(item.get("id"), item.get("call_id")), ""
         if item.get("type") == "reasoning":
-            opened = unseal(item.get("encrypted_content"))
+            opened = past.seals.open(item.get("encrypted_content"))
             sealed = opened[0] if opened else ""
             shown = _join_texts(item.get("content"), "") or _join_texts(item.get("summary"), "\n\n")
             reasoning += shown or (opened[1] if opened else "")

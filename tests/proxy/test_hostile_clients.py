@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import gc
 import http.client
 import json
 import threading
+import zlib
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -21,7 +23,8 @@ from proxy.call.door import LARGE_BYTES, REST_FACTOR, SMALL_BYTES, Parsing
 from proxy.call.http import BodyRoom, read_body
 from proxy.call.tree import Draft, SessionTree, SessionTrees
 from proxy.dialects import fields
-from proxy.dialects.base import Incoming, ParsedMessage, Past, Request
+from proxy.dialects.base import MAX_SEALED_BYTES, Incoming, ParsedMessage, Past, Request, Seals, seal
+from proxy.dialects.catalogue import dialects
 from proxy.dialects.fields import MAX_DEPTH, MAX_MESSAGES, MAX_TOOLS, MAX_VALUES, PIECE_BYTES, check_depth, check_values
 from proxy.errors import RequestError, TooManyCalls
 from proxy.store.states import SessionInfo
@@ -283,6 +286,83 @@ async def test_a_session_that_was_refused_waits_and_no_other_does(monkeypatch: p
     await parsing.parse(Draft(tree), read, Incoming(b"well"))
     await parsing.parse(Draft(tree), read, Incoming(b"well"))
     assert len(slept) == 1
+
+
+# Seals, which anyone can write
+
+CALL_ID = "0123456789abcdef01234567"
+SEALING = {path: body for path, body in BODIES.items() if path != "/v1/chat/completions"}
+"""The dialects that have seals."""
+
+
+def sealed(path: str, *seals: str) -> dict[str, Any]:
+    """A body with one turn of the assistant per seal, then its question again."""
+    body: dict[str, Any] = json.loads(json.dumps(SEALING[path]))
+    history = next(body[name] for name in HISTORIES if name in body)
+    for each in reversed(seals):
+        if "messages" in body:
+            said: Any = {"role": "assistant", "content": [{"type": "redacted_thinking", "data": each}]}
+        elif "input" in body:
+            said = {"type": "reasoning", "summary": [], "encrypted_content": each}
+        else:
+            said = {"role": "model", "parts": [{"text": "a", "thoughtSignature": each}]}
+        history[1:1] = [said, history[0]]
+    return body
+
+
+def parser(path: str) -> tuple[list[threading.Thread], Any]:
+    """The threads that it was called in, and the `parse` of the path's dialect."""
+    threads: list[threading.Thread] = []
+    dialect = dialects()["gemini" if "contents" in BODIES[path] else path.rpartition("/")[2]]
+
+    def parse(asked: Incoming, past: Past) -> Request:
+        threads.append(threading.current_thread())
+        return dialect.parse(asked, past)
+
+    return threads, parse
+
+
+@pytest.mark.parametrize("path", SEALING)
+def test_seals_that_together_hold_too_much_are_refused_whatever_their_size(service: RunningService, path: str) -> None:
+    """A body of 350 KB became 273 MB, in one and a half seconds in which nobody else was served."""
+    session = service.session()
+    text = "a" * (MAX_SEALED_BYTES // 4 - 1)
+    refused = post(service, session, path, sealed(path, *(seal(CALL_ID, str(at) + text) for at in range(5))))
+    assert refused.status_code == 400, refused.text
+    assert f"longer than {MAX_SEALED_BYTES} bytes" in refused.json()["error"]["message"]
+    assert tree_of(service, session)._seen == {}
+    assert session.calls == []
+
+
+@pytest.mark.parametrize("path", SEALING)
+async def test_long_seals_are_opened_beside_the_loop(path: str) -> None:
+    threads, parse = parser(path)
+    names = {"model": "policy"}
+    for length, here in ((LARGE_BYTES // 2, [True]), (LARGE_BYTES + 1, [True, False])):
+        body = json.dumps(sealed(path, seal(CALL_ID, "a" * length))).encode()
+        assert len(body) < SMALL_BYTES
+        request = await Parsing().parse(Draft(SessionTree(SessionInfo("s", b"", 0.0))), parse, Incoming(body, names))
+        assert len(request.messages[1]["reasoning_content"]) == length
+        assert [each is threading.current_thread() for each in threads] == here
+        threads.clear()
+
+
+@pytest.mark.parametrize("path", SEALING)
+async def test_a_long_history_with_reasoning_in_every_turn_is_taken_also_by_a_process_that_has_not_seen_it(path: str) -> None:
+    _, parse = parser(path)
+    thoughts = [f"{number}: " + "wait, no, " * 10_000 for number in range(300)]
+    body = json.dumps(sealed(path, *(seal(CALL_ID, thought) for thought in thoughts))).encode()
+    request = await Parsing().parse(Draft(SessionTree(SessionInfo("s", b"", 0.0))), parse, Incoming(body, {"model": "policy"}))
+    assert [message["reasoning_content"] for message in request.messages if message["role"] == "assistant"] == thoughts
+
+
+@pytest.mark.parametrize("rest", [b"", b"no checksum", b"\xff" * 9])
+def test_what_a_seal_held_counts_also_if_it_is_damaged(rest: bytes) -> None:
+    """What raises only at its end has been unpacked all the same."""
+    seals, length = Seals(), 3 * 2**16 + 5
+    packed = zlib.compress(b"\xff" * length)[: None if not rest else -4] + rest
+    assert seals.open(base64.b64encode(b"verbatim1:" + CALL_ID.encode() + packed).decode()) is None
+    assert length - 2**16 < seals.opened_bytes <= length
 
 
 class Clock:

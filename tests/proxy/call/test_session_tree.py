@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from proxy.call.record import place
 from proxy.call.tree import Draft, SessionTree
 from proxy.call.turn import Continuation, continuation
-from proxy.dialects.base import HistoryMessage, ParsedMessage, Past, Request
+from proxy.dialects.base import HistoryMessage, ParsedMessage, Past, Request, seal
 from proxy.store.states import SessionInfo
 from reconstruct.codec import encode
 from reconstruct.messages import chain, digest_message, digest_messages, root_key
@@ -95,6 +95,20 @@ def test_a_message_is_decoded_once_per_session_and_dialect() -> None:
     assert one[0] is again[0]
     assert [seen.message for seen in Draft(session).see(raw, read)] == [{"role": "user", "content": "q"}]
     assert [seen.message for seen in Draft(session).see(raw, other_dialect)] == [{"role": "user", "content": "something else"}]
+
+
+def test_reasoning_that_came_sealed_counts_as_what_it_takes_in_memory() -> None:
+    session, thought = tree(), "wait, no, " * 10_000
+
+    def read_sealed(raw: bytes, past: Past) -> list[ParsedMessage]:
+        opened = past.seals.open(raw.decode())
+        assert opened is not None
+        return [ParsedMessage({"role": "assistant", "content": "", "reasoning_content": opened[1]})]
+
+    draft, raw = Draft(session), seal("0123456789abcdef01234567", thought).encode()
+    assert draft.see(raw, read_sealed)[0].message["reasoning_content"] == thought
+    draft.keep()
+    assert session.memory_bytes > len(thought) > 10 * len(raw)
 
 
 def test_how_a_message_replays_a_reply_is_not_believed_of_another_message_that_takes_its_place_in_memory() -> None:

@@ -18,7 +18,7 @@ from anthropic import Anthropic, DefaultHttpxClient
 from anthropic.types import RawMessageStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from proxy.dialects.base import unseal
+from proxy.dialects.base import Seals
 from tests.support.engine.scripted_engine import Drop, Fail, Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.engine.scripted_images import picture
@@ -151,7 +151,7 @@ def test_thinking_is_shown_where_it_was_asked_for(service: RunningService, engin
     for reply, thinking in ((shown, "\nstep by step\n"), (omitted, "")):
         thought, answer = reply.content
         assert (thought.type, thought.thinking, answer.text.strip()) == ("thinking", thinking, "answer")
-        assert unseal(thought.signature) == (reply.id.removeprefix("msg_"), "")
+        assert Seals().open(thought.signature) == (reply.id.removeprefix("msg_"), "")
     for reply in (unasked, off):
         assert [block.type for block in reply.content] == ["text"]
     assert all(call["reply"]["reasoning_content"] == "\nstep by step\n" for call in calls), "the record keeps what was thought"

@@ -21,9 +21,9 @@ from proxy.dialects.base import (
     ParsedMessage,
     Reply,
     Request,
+    Seals,
     seal,
     tool_call_id,
-    unseal,
 )
 from proxy.dialects.responses import ResponsesDialect
 from proxy.errors import RequestError, UnknownCall
@@ -59,6 +59,7 @@ class Remembered:
     def __init__(self, reply: dict[str, Any] | None = None) -> None:
         self._reply = reply
         self.missed: set[str] = set()
+        self.seals = Seals()
 
     def see(self, raw: bytes, read: ItemReader) -> list[HistoryMessage]:
         return [self._seen(heard) for heard in read(raw, self)]
@@ -308,7 +309,7 @@ def test_the_items_of_any_reply_read_back_as_the_reply(
         assert CALL_ID in seen.minted
     for item in items:
         if item.get("encrypted_content"):
-            assert unseal(item["encrypted_content"]) == (CALL_ID, message["reasoning_content"])
+            assert Seals().open(item["encrypted_content"]) == (CALL_ID, message["reasoning_content"])
 
 
 @st.composite
