@@ -432,6 +432,9 @@ def _reply(sampled: Sampled, choices: list[Choice]) -> Reply:
     reply = Reply(turn.call_id, turn.request.model, int(turn.started_at), tokens, choices, outcome.cached_tokens)
     if turn.request.wants_ids and prompt_ids is not None:
         reply.prompt_ids = prompt_ids.tolist()
+    if len(choices) == len(outcome.choices):
+        # Of candidates that are not shown the engine counts the tokens too.
+        reply.counted_tokens = outcome.completion_tokens
     return reply
 
 

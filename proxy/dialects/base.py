@@ -328,10 +328,13 @@ class Reply:
     choices: list[Choice]
     cached_tokens: int = 0
     prompt_ids: Sequence[int] = ()
+    counted_tokens: int = 0
+    """How many tokens the engine says that it sampled for all choices; 0 if it does not."""
 
     @property
     def completion_tokens(self) -> int:
-        return sum(choice.completion_tokens for choice in self.choices)
+        """As many as there are ids; of an engine that returns none, as many as it says."""
+        return sum(choice.completion_tokens for choice in self.choices) or self.counted_tokens
 
 
 @dataclass(slots=True)

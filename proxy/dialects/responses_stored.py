@@ -57,7 +57,8 @@ def load_conversation(call: Call, past: Past) -> tuple[str, list[HistoryMessage]
 
 
 def render_response(call: Call, past: Past) -> dict[str, Any]:
-    """The response object as it was sent, except for the number of cached prompt tokens, which is not stored."""
+    """The response object as it was sent, except for the number of cached prompt tokens, which is not stored; nor is any number
+    of an engine that returns no ids."""
     model, options = _restore_options(call, past)
     output = options.output(call.call_id)
     # A reply cut by a harness that hung up was sent as one cut by length.

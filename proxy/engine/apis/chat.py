@@ -334,7 +334,7 @@ def _outcome(job: Job, choices: Sequence[_ChoiceSoFar], reply: _ReplySoFar, brok
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         broken=broken,
-        extra={"completion_tokens": usage.completion_tokens},
+        completion_tokens=usage.completion_tokens or 0,
     )
 
 

@@ -75,18 +75,18 @@ class VllmCompletions(EngineKind):
         """Emits no deltas."""
         before = replica.weight_version
         choices = [IdChoice(index) for index in range(job.request.n)]
-        proven, cached, begun = False, 0, not stream
+        proven, usage, begun = False, Usage(), not stream
         body, headers = _body(replica, job), {"x-request-id": job.call_id}
 
         def take(event: _Event) -> None:
-            nonlocal proven, cached, begun
+            nonlocal proven, usage, begun
             if not begun:
                 begun = True
                 emit(FirstToken())
             for piece in event.choices:
                 proven = prove_prompt(job, piece.prompt_token_ids) or proven
                 _add(choice_at(choices, piece.index), piece)
-            cached = event.usage.cached_tokens if event.usage else cached
+            usage = event.usage or usage
 
         with Reading(choices) as reading:
             async with self._http.receive(replica, _PATH, body, _Event, job.scope, stream=True, headers=headers) as answers:
@@ -95,7 +95,11 @@ class VllmCompletions(EngineKind):
         for choice in choices:
             count = len(choice.token_ids)
             choice.spans = (Span(version, 0, count),) if version is not None and count else ()
-        return await parse_outcome(self._local, job, choices, proven=proven, cached_tokens=cached, broken=reading.broken)
+        outcome = await parse_outcome(
+            self._local, job, choices, proven=proven, cached_tokens=usage.cached_tokens, broken=reading.broken
+        )
+        outcome.completion_tokens = usage.completion_tokens or 0
+        return outcome
 
     async def abort(self, replica: Replica, job: Job) -> bool:
         return await self._abort_request(replica, job, f"cmpl-{job.call_id}-0")

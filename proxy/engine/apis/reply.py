@@ -6,7 +6,7 @@ import base64
 import io
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
@@ -45,14 +45,15 @@ class Sampled:
 @dataclass(slots=True)
 class Outcome:
     """All choices of a call. `prompt_ids` are the engine's own if it rendered the messages. `broken` says why the reply was cut when
-    neither the model nor the harness ended it."""
+    neither the model nor the harness ended it. `completion_tokens` is the engine's own count over all choices, of which only a reply
+    without ids needs one; 0 if it does not say."""
 
     choices: list[Sampled]
     prompt_ids: Ids | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
     broken: str | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
+    completion_tokens: int = 0
 
 
 class _CachedTokens(msgspec.Struct):

@@ -320,6 +320,15 @@ def test_an_engine_that_returns_no_ids_is_served_flagged_and_never_trained(redis
         rows, accounting = session.trajectories()
         assert rows == []
         assert [item["reason"] for item in accounting["quarantined"]] == ["no_token_ids"]
+        engine.say("hello", "hello world", "hello")
+        both = session.ask("q", n=2)
+        said = [choice.message.content for choice in both.choices]
+        assert sorted(said) == ["hello", "hello world"]
+        # The engine counts the ends too.
+        assert both.usage.completion_tokens == sum(len(engine.family.encode(text)) + 1 for text in said)
+        text, chunks = streamed_text(session.ask("q", stream=True, stream_options={"include_usage": True}))
+        assert text == "hello"
+        assert chunks[-1].usage.completion_tokens == len(engine.family.encode(text)) + 1
 
 
 def test_an_engine_that_samples_after_another_prompt_is_an_error(redis_server: RedisServer, model: Path) -> None:

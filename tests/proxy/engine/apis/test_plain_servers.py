@@ -93,6 +93,16 @@ def test_a_reply_without_ids_is_served_recorded_and_quarantined(service: Running
     assert accounting["quarantined"] == [{"call_id": call["call_id"], "tokens": 0, "reason": "no_token_ids"}]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_is_the_servers_own_count(service: RunningService, stream: bool) -> None:
+    """It said that nothing was sampled: there are no ids to count."""
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    asked = service.session().ask([turn("user", "q")], tools=TOOLS, **options)
+    usage = list(asked)[-1].usage if stream else asked.usage
+    counts = (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens)
+    assert counts == (USAGE["prompt_tokens"], USAGE["completion_tokens"], USAGE["total_tokens"])
+
+
 def test_its_conversations_hang_together_all_the_same(service: RunningService) -> None:
     session = service.session()
     message = session.answer([turn("user", "q")], tools=TOOLS)
