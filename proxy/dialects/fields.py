@@ -92,6 +92,10 @@ def sampling(body: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any
     return found
 
 
+ENGINE_EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
+"""Reasoning efforts that vendors have and engines do not know, with the nearest one they do: low, medium or high."""
+
+
 def template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
     """The body's `chat_template_kwargs`. Raises as `refuse_continuation` does."""
     refuse_continuation(body)

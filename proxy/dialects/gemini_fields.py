@@ -96,7 +96,8 @@ def _add_thinking(generation: Generation, config: Mapping[str, Any]) -> None:
         generation.template_kwargs["enable_thinking"] = False
     level = (fields.text(config, "thinkingLevel") or "THINKING_LEVEL_UNSPECIFIED").upper()
     if level in _EFFORTS:
-        generation.forward["reasoning_effort"] = level.lower()
+        effort = level.lower()
+        generation.forward["reasoning_effort"] = fields.ENGINE_EFFORTS.get(effort, effort)
     elif level != "THINKING_LEVEL_UNSPECIFIED":
         raise RequestError(f"thinkingLevel must be one of {', '.join(sorted(_EFFORTS))}, not '{level}'", param="thinkingLevel")
 

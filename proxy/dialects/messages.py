@@ -40,8 +40,7 @@ from proxy.dialects.messages_tools import parse_tool_choice, parse_tools
 from proxy.errors import RequestError, VerbatimError
 
 _SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "seed", "max_tokens")} | {"stop_sequences": "stop"}
-_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
-"""Chat engines know three of the five."""
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 _EXAMPLE = {"model": "policy", "messages": [{"role": "user", "content": "Say hello."}]}
 
@@ -194,7 +193,7 @@ def _output(body: Mapping[str, Any]) -> dict[str, Any]:
     if effort is not None:
         if effort not in _EFFORTS:
             raise RequestError(f"output_config: 'effort' must be one of {', '.join(_EFFORTS)}", param="output_config")
-        output["reasoning_effort"] = _EFFORTS[effort]
+        output["reasoning_effort"] = fields.ENGINE_EFFORTS.get(effort, effort)
     shape = fields.mapping(config, "format") or fields.mapping(body, "output_format")
     if shape:
         if shape.get("type") != "json_schema" or not isinstance(shape.get("schema"), dict):

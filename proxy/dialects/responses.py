@@ -40,9 +40,6 @@ _UNSUPPORTED = {
     "prompt": "there are no prompt templates: send 'instructions' and 'input'",
 }
 
-_EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
-"""Efforts that engines do not know, with the nearest one they do."""
-
 _EXAMPLE = {"model": "policy", "input": "Say hello."}
 
 _FIRST_SYSTEM = ReadSystem("system")
@@ -201,7 +198,7 @@ def _forward(body: Mapping[str, Any], box: Toolbox) -> dict[str, Any]:
         forward["parallel_tool_calls"] = body["parallel_tool_calls"]
     effort = fields.mapping(body, "reasoning").get("effort")
     if effort is not None:
-        forward["reasoning_effort"] = _EFFORTS.get(effort, effort)
+        forward["reasoning_effort"] = fields.ENGINE_EFFORTS.get(effort, effort)
     response_format = _response_format(fields.mapping(fields.mapping(body, "text"), "format"))
     return {**forward, "response_format": response_format} if response_format else forward
 

@@ -394,6 +394,15 @@ def test_a_generation_config_is_read_in_either_spelling_and_with_numbers_as_text
     assert request.template_kwargs == {"enable_thinking": False}
 
 
+@pytest.mark.parametrize(
+    ("level", "effort"), [("MINIMAL", "low"), ("low", "low"), ("MEDIUM", "medium"), ("HIGH", "high"), ("XHIGH", "high")]
+)
+def test_a_thinking_level_becomes_an_effort_that_engines_know(level: str, effort: str) -> None:
+    """MINIMAL and XHIGH were passed on, and models that know three efforts refused the call."""
+    request = parsed({"contents": HI, "generationConfig": {"thinkingConfig": {"thinkingLevel": level}}})
+    assert request.forward == {"reasoning_effort": effort}
+
+
 def test_json_without_a_schema_is_any_object() -> None:
     request = parsed({"contents": HI, "generationConfig": {"responseMimeType": "application/json"}})
     assert request.forward == {"response_format": {"type": "json_object"}}
