@@ -231,10 +231,20 @@ async def test_calls_of_sessions_that_are_gone_leave_nothing(app: Application) -
         gc.collect()
         return own_kinds(gc.get_objects())
 
-    await live()
-    before = await live()
-    for _ in range(3):
-        after = await live()
     bounded = {"IdText", "_Known"}
     """Lists of ids of the most recent sessions, which `IdTexts` limits by number and bytes."""
-    assert {kind: more for kind, more in (after - before).items() if kind not in bounded} == {}
+
+    async def grow() -> dict[str, int]:
+        """What three more lives add."""
+        before = await live()
+        for _ in range(3):
+            after = await live()
+        return {kind: more for kind, more in (after - before).items() if kind not in bounded}
+
+    # A connection that is opened during a call keeps the call's timeline as long as it lives; there are few, but a busy machine opens
+    # one now and then. What calls leave is there each time.
+    for _ in range(10):
+        grown = await grow()
+        if not grown:
+            break
+    assert not grown
