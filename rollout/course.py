@@ -310,12 +310,13 @@ async def _enter(stage: Stage, budget: Budget) -> AsyncIterator[Permit]:
 
 
 async def open_member(
-    sessions: Sessions, task: Task, index: int, session_id: str, roles: Sequence[RoleRule] = ()
+    sessions: Sessions, task: Task, index: int, session_id: str, roles: Sequence[RoleRule] = (), *, wait: bool = True
 ) -> OpenSession:
-    """Open a session in the task's group, with the `roles` of the harness's definition. Waits while the service holds new sessions back.
-    Raises `SessionFailed`."""
+    """Open a session in the task's group, with the `roles` of the harness's definition. While the service holds new sessions back, `wait`
+    or raise `HeldBack`. Raises `SessionFailed`."""
     return await sessions.create(
         session_id,
+        wait=wait,
         task_id=task.task_id,
         group_id=task.task_id,
         group_size=task.num_samples,
@@ -335,10 +336,13 @@ async def open_member(
     )
 
 
-async def close_member(sessions: Sessions, task: Task, index: int, session_id: str, verdict: Verdict) -> None:
+async def close_member(
+    sessions: Sessions, task: Task, index: int, session_id: str, verdict: Verdict, *, wait: bool = True
+) -> None:
     """Close the session with the verdict, unless the service refuses that for good. May be repeated. Raises `SessionFailed`.
 
-    A rollout that failed before it had a session gets an empty one, so that its group does not wait for it. The session of a successful
+    A rollout that failed before it had a session gets an empty one, so that its group does not wait for it; while the service holds new
+    sessions back, `wait` or raise `HeldBack`. The session of a successful
     rollout can only be missing because someone deleted it."""
     try:
         try:
@@ -346,7 +350,7 @@ async def close_member(sessions: Sessions, task: Task, index: int, session_id: s
         except NoSession:
             if not verdict.usable and verdict.status != "completed":
                 # Nothing runs in it, and what it would replay may be gone.
-                await open_member(sessions, replace(task, fork=None), index, session_id)
+                await open_member(sessions, replace(task, fork=None), index, session_id, wait=wait)
                 await _close(sessions, session_id, verdict)
         except SessionConflict as error:
             # Closed by someone else, as idle or by hand, which decided what a trainer gets.

@@ -1,15 +1,15 @@
 """A client of the proxy's sessions: open, read, reward, close, delete. Used by nodes and by the sweeper of a server.
 
 Requests without an answer, and 408, 502, 503 and 504, are repeated for at most `retry_seconds`, after the service's Retry-After or
-growing random waits. A 429 is waited out for as long as the caller allows: the service works, but trainers are behind. Every request is
-safe to repeat; `create` makes itself so.
+growing random waits. A 429 is waited out: the service works, but trainers are behind. Every request is safe to repeat; `create` makes
+itself so.
 
     SessionFailed             the service did not fulfil a request
     ├── NoAnswer              no answer, or 408, 502, 503 or 504, for retry_seconds
     ├── SessionRefused        400, 413, 422: it will never accept this request
     ├── NoSession             404
     ├── SessionConflict       409: the id is taken, or the session was closed with another status
-    └── HeldBack              429: trainers are behind; `Sessions` waits
+    └── HeldBack              429: trainers are behind; `Sessions` waits, unless a caller of `create` asks it not to
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class Sessions:
             limits=httpx.Limits(max_connections=64, max_keepalive_connections=16),
         )
 
-    async def create(self, session_id: str, **fields: Any) -> OpenSession:
-        """Create the session with the fields of `POST /sessions`; None counts as left out. Waits while the service holds new sessions back
-        (429).
+    async def create(self, session_id: str, *, wait: bool = True, **fields: Any) -> OpenSession:
+        """Create the session with the fields of `POST /sessions`; None counts as left out. While the service holds new sessions back (429),
+        `wait`, or raise `HeldBack`.
 
         If the answer to an earlier try was lost, the session that it created is deleted first: its key is given only once, so nothing can
         have used it. Raises `SessionConflict` if the session existed before, and `SessionFailed`."""
@@ -98,7 +98,7 @@ class Sessions:
                 await self.delete(session_id)
                 return await self._send("POST", "/sessions", body)
 
-        answer: dict[str, Any] = (await self._repeat(attempt)).json()
+        answer: dict[str, Any] = (await self._repeat(attempt, wait=wait)).json()
         return OpenSession(answer["session_id"], answer["api_key"], answer["base_urls"])
 
     async def check_ready(self) -> None:
@@ -184,12 +184,14 @@ class Sessions:
     ) -> httpx.Response:
         return await self._repeat(partial(self._send, method, path, body, params))
 
-    async def _repeat(self, send: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
+    async def _repeat(self, send: Callable[[], Awaitable[httpx.Response]], *, wait: bool = True) -> httpx.Response:
         retry, stop = retry_if_exception_type(NoAnswer), stop_before_delay(self._retry_seconds)
         while True:
             try:
                 return await AsyncRetrying(retry=retry, wait=_pause_seconds, stop=stop, reraise=True)(send)
             except HeldBack as held:
+                if not wait:
+                    raise
                 await asyncio.sleep(held.retry_after_seconds)
 
     async def _send(

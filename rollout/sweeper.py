@@ -83,7 +83,7 @@ class Sweeper:
         return len(ended)
 
     async def delete_abandoned(self) -> int:
-        """How many sessions were handled of attempts that lost their node."""
+        """How many sessions were handled of attempts that lost their node, or whose task was cancelled before its group had begun."""
         attempts = await self._store.claim_abandoned(AT_ONCE, await self._store.now())
         for attempt in attempts:
             if await self._try(_delete(self._sessions, attempt.session_id), attempt.session_id):
@@ -113,7 +113,7 @@ class Sweeper:
         attempt, verdict = taken.attempt, taken.state.verdict
         if verdict is None:
             raise ValueError(f"rollout {attempt.session_id} is concluding without a verdict")
-        await close_member(self._sessions, taken.task, attempt.index, attempt.session_id, verdict)
+        await close_member(self._sessions, taken.task, attempt.index, attempt.session_id, verdict, wait=False)
         await self._work.finish(attempt, await self._store.now())
 
     async def _repeat(self, part: Callable[[], Awaitable[int]]) -> None:
@@ -155,12 +155,12 @@ async def _close(sessions: Sessions, task: Task, state: RolloutState) -> None:
         await sessions.close_session(attempt.session_id, verdict.status, error=error)
     except NoSession:
         # Its group must not wait for a member that never started.
-        await close_member(sessions, task, state.index, attempt.session_id, verdict)
+        await close_member(sessions, task, state.index, attempt.session_id, verdict, wait=False)
     except SessionConflict:
         # Its node closed it with another status, but the rollout was ended from outside, which has the last word. An empty session takes
         # its place, or the group would wait for it.
         if await _delete(sessions, attempt.session_id):
-            await close_member(sessions, task, state.index, attempt.session_id, verdict)
+            await close_member(sessions, task, state.index, attempt.session_id, verdict, wait=False)
 
 
 async def _delete(sessions: Sessions, session_id: str) -> bool:

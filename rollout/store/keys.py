@@ -16,8 +16,8 @@
     vb:{rollout}:takes             hash    node -> its last request for a rollout and the rollout it got; as long as the node is known
     vb:{rollout}:closing           zset    <task>:<index> of a rollout ended from outside whose session is still to be closed, by when
                                            that is tried (again)
-    vb:{rollout}:abandoned         zset    <task>:<index>:<attempt> of a lost attempt whose session is still to be deleted, by when that
-                                           is tried (again)
+    vb:{rollout}:abandoned         zset    <task>:<index>:<attempt> of a lost attempt, or of one cancelled before its group had begun,
+                                           whose session is still to be deleted, by when that is tried (again)
     vb:{rollout}:callbacks         zset    ended task whose callback is not delivered yet, by when it is tried (again)
     vb:{rollout}:stranded          set     name of every queue that requires more than any node has
     vb:{rollout}:totals            hash    event -> how often, since the store began; `tasks` and `places` number tasks and

@@ -154,7 +154,8 @@ class TaskStore:
         return {name: int(count) for name, count in fields.items()}
 
     async def claim_abandoned(self, limit: int, now: float) -> Sequence[AttemptId]:
-        """Attempts of lost nodes whose sessions are not deleted yet (`drop_abandoned`). Claims them for `CLAIM_SECONDS`."""
+        """Attempts of lost nodes, or cancelled before their group had begun, whose sessions are not deleted yet (`drop_abandoned`). Claims
+        them for `CLAIM_SECONDS`."""
         members = await self._claim_due("abandoned", limit, now)
         return [AttemptId(task_id, int(index), int(attempt)) for task_id, index, attempt in (m.split(":") for m in members)]
 

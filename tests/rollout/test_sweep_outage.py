@@ -100,3 +100,27 @@ async def test_a_session_that_the_service_will_never_close_keeps_no_rollout_from
         "session t.0.1 cannot be closed and is left as it is: POST http://service/sessions/t.0.1/close: 422: never"
         in caplog.text
     )
+
+
+async def test_a_server_that_may_open_no_session_now_leaves_the_rollout_for_later(stores: Stores) -> None:
+    """It waited half a minute for every such rollout, and sessions that it could have closed waited behind them."""
+    await stores.submit(num_samples=3)
+    node = stores.node("a")
+    attempt = (await node.must_take()).attempt
+    await node.work.advance(attempt, "running", time.time(), {"session_id": attempt.session_id})
+    await stores.tasks.cancel("t", time.time())
+    asked = Counter[str]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked[request.url.path] += 1
+        if request.url.path == "/sessions":
+            return httpx.Response(429, headers={"retry-after": "0.1"}, json={"error": {"message": "trainers are behind"}})
+        return httpx.Response(200 if "t.0.1" in request.url.path else 404, json={"error": {"message": "no session"}})
+
+    callbacks = Callbacks(stores.tasks)
+    async with Sessions("http://service", "token", transport=httpx.MockTransport(answer)) as sessions:
+        numbers = RolloutNumbers(stores.tasks)
+        sweeper = Sweeper("s", stores.tasks, stores.node("s").work, sessions, callbacks, numbers, RolloutSettings())
+        assert await sweeper.close_ended() == 3
+    await callbacks.close()
+    assert (asked["/sessions/t.0.1/close"], asked["/sessions"]) == (1, 2)

@@ -204,8 +204,10 @@ async def test_the_sweeper_is_let_in_whatever_the_tokens_are(
     with serving_tasks(redis_server.url, admin_token=None, trainer_token=None, **rule) as running:
         submit(running, task_id="t")
         async with at(redis_server) as stores, Sessions(running.url, ADMIN) as sessions:
-            taken = await stores.node("a").must_take()
+            node = stores.node("a")
+            taken = await node.must_take()
             await open_member(sessions, taken.task, 0, taken.attempt.session_id)
+            await node.work.advance(taken.attempt, "running", time.time(), {"session_id": taken.attempt.session_id})
             await stores.tasks.cancel("t", time.time())
         await asyncio.to_thread(wait_until, lambda: status_of(running, "t.0.1") == "cancelled", SECONDS, "it is closed")
 

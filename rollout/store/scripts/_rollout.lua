@@ -1,6 +1,7 @@
 -- KEYS[1] is the prefix of all keys. Fields of a rollout: `status`, `attempt`, `spared` (attempts that do not count), `node`, `queue` and
 -- `entry` (its place there), `verdict`, `ends_as`, `usable`, `x:<n>` (failures of earlier attempts), `failed` (how many), `t:<status>`
--- (when), `f:<field>` (what nodes reported), `shun` and `shun_until` (the node that should not get it again until then).
+-- (when), `f:<field>` (what nodes reported), `shun` and `shun_until` (the node that should not get it again until then), `member` (its
+-- group has a session of it, or will have one). A task's `members` counts those.
 redis.replicate_commands()
 
 local base = KEYS[1]
@@ -106,8 +107,25 @@ local function leave_queue(task, index)
   drop_entry(place[1], place[2])
 end
 
+local function join_group(task, key)
+  if redis.call('HSETNX', key, 'member', 1) == 1 then
+    redis.call('HINCRBY', task_key(task), 'members', 1)
+  end
+end
+
+local function leave_group(task, key)
+  if redis.call('HDEL', key, 'member') == 1 then
+    redis.call('HINCRBY', task_key(task), 'members', -1)
+  end
+end
+
+local function has_begun(task)
+  return tonumber(redis.call('HGET', task_key(task), 'members') or 0) > 0
+end
+
 -- Removes what the finished attempt reported. When it was queued stays, for how long the next one has waited.
-local function forget_attempt(key)
+local function forget_attempt(task, key)
+  leave_group(task, key)
   for _, field in ipairs(redis.call('HKEYS', key)) do
     local mark = string.sub(field, 1, 2)
     if (mark == 't:' and field ~= 't:queued') or mark == 'f:' then
@@ -130,7 +148,7 @@ end
 local function requeue(task, index, now)
   local key = rollout_key(task, index)
   leave_queue(task, index)
-  forget_attempt(key)
+  forget_attempt(task, key)
   set_status(task, index, 'queued', now, {})
   enqueue(task, index, redis.call('HGET', task_key(task), 'queue'))
 end
@@ -174,7 +192,7 @@ local function to_close(task, index, now)
   end
 end
 
--- Ends the rollout from outside; its session is left to be closed.
+-- Ends the rollout from outside; its session is left to be closed, or to be deleted if its group has no other.
 local function end_from_outside(task, index, status, failure, message, now)
   local key = rollout_key(task, index)
   local verdict = {status = status, failure = {failure = failure, message = message}}
@@ -183,9 +201,15 @@ local function end_from_outside(task, index, status, failure, message, now)
   set_status(task, index, status, now, {failure = failure})
   tally('failure:' .. failure)
   tally('rollout:' .. status)
-  -- A member that never began matters to its group only if others have begun.
-  if redis.call('HGET', task_key(task), 'status') ~= 'queued' then
+  -- The other rollouts go on, and their group waits for a session of this one.
+  if status == 'failed' then
+    join_group(task, key)
+  end
+  local attempt = redis.call('HGET', key, 'attempt')
+  if has_begun(task) then
     to_close(task, index, now)
+  elseif attempt ~= '0' then
+    redis.call('ZADD', abandoned, now, task .. ':' .. index .. ':' .. attempt)
   end
 end
 

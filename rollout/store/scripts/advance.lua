@@ -7,6 +7,9 @@ end
 for i = 7, #ARGV, 2 do
   redis.call('HSET', rollout_key(task, index), 'f:' .. ARGV[i], ARGV[i + 1])
 end
+if status == 'running' then
+  join_group(task, rollout_key(task, index))
+end
 -- A repeated step, whose first answer was lost, counts once.
 if was ~= status then
   set_status(task, index, status, ARGV[6], {})

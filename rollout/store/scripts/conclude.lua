@@ -15,6 +15,7 @@ if was ~= 'concluding' then
   if ARGV[10] ~= '' then
     redis.call('HSET', rollout_key(task, index), 'failure', ARGV[10])
   end
+  join_group(task, rollout_key(task, index))
   set_status(task, index, 'concluding', ARGV[5], {})
 end
 return 1

@@ -61,7 +61,7 @@ local function hand_out(task, index)
     redis.call('HSET', task_key(task), 'status', 'running')
   end
   redis.call('HDEL', task_key(task), 'lacks')
-  forget_attempt(key)
+  forget_attempt(task, key)
   redis.call('HDEL', key, 'shun', 'shun_until')
   redis.call('HINCRBY', key, 'attempt', 1)
   redis.call('HSET', key, 'node', node)

@@ -349,6 +349,37 @@ async def test_a_cancelled_task_that_nobody_began_leaves_nothing_to_close(stores
     assert await stores.tasks.count_waiting() == {}
 
 
+async def test_a_task_that_is_cancelled_before_its_group_has_begun_leaves_no_member_to_close(stores: Stores) -> None:
+    """A node has one rollout, which waits for a session while trainers are behind; that of one was taken away with its attempt. If the
+    service opens a session just now, it is deleted."""
+    await stores.submit(num_samples=4)
+    node = stores.node("a")
+    waiting, retried = (await node.must_take()).attempt, (await node.must_take()).attempt
+    await node.work.advance(waiting, "ready", time.time(), {})
+    await node.work.advance(retried, "running", time.time(), {"session_id": "t.1.1"})
+    assert await node.work.give_up(retried, BROKEN, time.time(), retry=True)
+    await stores.tasks.cancel("t", time.time())
+    assert await stores.tasks.claim_unclosed(10, time.time()) == []
+    assert set(await stores.tasks.claim_abandoned(10, time.time())) == {waiting, retried}
+
+
+async def test_the_members_of_a_group_that_has_begun_are_all_closed_when_their_task_is_cancelled(stores: Stores) -> None:
+    """It has begun with a rollout that runs, with one that failed before it had a session, or with one whose node was lost."""
+    for task_id in ("runs", "fails", "lost"):
+        await stores.submit(task_id, num_samples=2, on_lost_node="fail")
+        node = stores.node("a")
+        attempt = (await node.must_take()).attempt
+        if task_id == "runs":
+            await node.work.advance(attempt, "running", time.time(), {"session_id": attempt.session_id})
+        elif task_id == "fails":
+            await node.work.conclude(attempt, Verdict("failed", failure=BROKEN), time.time())
+        else:
+            await asyncio.sleep(2 * RAN_OUT)
+            assert await stores.node("server").work.recover("server", RAN_OUT, time.time()) is None
+        await stores.tasks.cancel(task_id, time.time())
+        assert {state.index for _, state in await stores.tasks.claim_unclosed(10, time.time())} == {0, 1}, task_id
+
+
 async def test_enough_usable_samples_stop_the_others(stores: Stores) -> None:
     """Five rollouts, two wanted: one still waits, one runs, one only has its session to close."""
     await stores.submit(num_samples=5, usable_samples=2)
@@ -461,7 +492,8 @@ async def test_ended_tasks_are_forgotten_once_nothing_is_left_to_do(stores: Stor
     await stores.submit("done", num_samples=2)
     node = stores.node("a")
     await node.must_take()
-    await node.must_take()
+    begun = (await node.must_take()).attempt
+    await node.work.advance(begun, "running", time.time(), {"session_id": begun.session_id})
     await stores.tasks.cancel("done", 100.0)
     assert await stores.tasks.forget(99.0, 10) == 0 and await stores.tasks.forget(100.0, 10) == 0
     for task, state in await stores.tasks.claim_unclosed(10, time.time()):
