@@ -27,7 +27,8 @@ ENDED: tuple[Ended, ...] = get_args(Ended)
 
 
 class Superseded(Exception):
-    """The attempt is no longer the rollout's current one: the rollout was cancelled, stopped early, or given to another node."""
+    """The attempt is no longer the rollout's current one: the rollout was cancelled, stopped early, queued again, or given to
+    another node."""
 
 
 @dataclass(frozen=True, slots=True)

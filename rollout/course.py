@@ -29,6 +29,7 @@ from rollout.harnesses.definition import Harness
 from rollout.harnesses.prepared import UnknownBaseUrl
 from rollout.runtimes.base import DiskFull, Runtime, RuntimeFailed
 from rollout.sessions import (
+    HeldBack,
     NoAnswer,
     NoSession,
     OpenSession,
@@ -83,8 +84,8 @@ class Course:
             verdict = await self._reach_verdict()
             if verdict is not None:
                 await self._conclude(verdict)
-        except Superseded:
-            log.info("rollout %s is no longer this node's", self.attempt.session_id)
+        except Superseded as superseded:
+            log.info("rollout %s is no longer this node's: %s", self.attempt.session_id, superseded)
 
     async def _reach_verdict(self) -> Verdict | None:
         """The stored verdict; None if the rollout waits for its next attempt."""
@@ -194,7 +195,7 @@ class Course:
         async def open_once() -> OpenSession:
             nonlocal lost
             try:
-                return await open_member(sessions, self._task, self.attempt.index, session_id, definition.roles)
+                return await self._open_member(definition.roles)
             except NoAnswer:
                 lost = True
                 raise
@@ -213,6 +214,18 @@ class Course:
                 await sessions.delete(session_id)
             raise
         return opened
+
+    async def _open_member(self, roles: Sequence[RoleRule]) -> OpenSession:
+        """Wait while the service holds the session back. Raises `Superseded` if the rollout gave way: where every slot is taken by rollouts
+        that are held back, none that would complete a group gets one, and trainers would wait for ever."""
+        attempt, parts = self.attempt, self._parts
+        while True:
+            try:
+                return await open_member(parts.sessions, self._task, attempt.index, attempt.session_id, roles, wait=False)
+            except HeldBack as held:
+                if await self._insist(lambda now: parts.work.give_way(attempt, now)):
+                    raise Superseded("it gave way to rollouts of groups that have begun") from held
+                await asyncio.sleep(held.retry_after_seconds)
 
     async def _evaluate(self, run: Run, evaluation: Evaluation | None, left: Runtime, budget: Budget) -> Verdict:
         status: Literal["timeout", "completed"] = "timeout" if run.timed_out else "completed"

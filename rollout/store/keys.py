@@ -9,7 +9,9 @@
     vb:{rollout}:over              zset    ended task, by when it ended
     vb:{rollout}:queues            set     name of every queue that holds a rollout
     vb:{rollout}:q:<queue>         stream  one entry (task, index) per rollout that has not ended, read by the consumer group `nodes`;
-                                           deleted when empty
+                                           deleted when empty. Rollouts that had a node before, and those to which others gave way,
+                                           wait in queues whose priority is greater by a fraction
+    vb:{rollout}:hold              string  while it exists, nodes take no rollout that would begin a group
     vb:{rollout}:arrivals          stream  one entry, replaced whenever a rollout begins to wait: idle nodes read it
     vb:{rollout}:nodes             hash    node -> NodeState (packed); until an hour after its last beat
     vb:{rollout}:seen              zset    node, by its last beat
@@ -31,6 +33,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -72,6 +75,11 @@ def queue_of(task: Task) -> str:
     cpus, memory_mb = task.demand
     wanted = [task.priority, sorted(kinds), float(cpus), memory_mb, dict(task.labels)]
     return json.dumps(wanted, sort_keys=True, separators=(",", ":"))
+
+
+def merge_queue(name: str) -> str:
+    """The name of the queue in which the rollouts of `name` waited for their first node."""
+    return re.sub(r"^\[(\d+)\.\d,", r"[\1,", name)
 
 
 Argument = bytes | str | int | float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -132,13 +133,15 @@ class TaskStore:
         return [decode(fields[name], NodeState) for name in sorted(fields)]
 
     async def count_waiting(self) -> Mapping[str, int]:
-        """Waiting rollouts per queue, for metrics and autoscaling."""
-        flat = await self._run("depths")
-        return {name.decode(): int(waiting) for name, waiting in zip(flat[::2], flat[1::2], strict=True)}
+        """Waiting rollouts by what they require (`rollout.store.keys.queue_of`), for metrics and autoscaling."""
+        counts = Counter[str]()
+        for queue, waiting in (await self._load_depths()).items():
+            counts[keys.merge_queue(queue)] += waiting
+        return counts
 
     async def note_stranded(self, now: float) -> int:
         """Notes with each waiting task what no node has, and clears the note when a node has it. Returns how many notes changed."""
-        nodes, depths = await asyncio.gather(self.list_nodes(), self.count_waiting())
+        nodes, depths = await asyncio.gather(self.list_nodes(), self._load_depths())
         before = {name.decode() for name in await self._redis.execute("SMEMBERS", keys.STRANDED)}
         changed = 0
         for queue in sorted({*before, *(name for name, waiting in depths.items() if waiting)}):
@@ -193,6 +196,10 @@ class TaskStore:
 
     async def mark_closed(self, task_id: str, index: int) -> None:
         await self._run("closed", task_id, index)
+
+    async def _load_depths(self) -> Mapping[str, int]:
+        flat = await self._run("depths")
+        return {name.decode(): int(waiting) for name, waiting in zip(flat[::2], flat[1::2], strict=True)}
 
     async def _claim_due(self, what: str, limit: int, now: float) -> list[str]:
         return [member.decode() for member in await self._run("due", what, limit, repr(now), repr(now + CLAIM_SECONDS))]

@@ -20,6 +20,9 @@ from rollout.task import Task
 BLOCK_SECONDS = 5.0
 SHUN_SECONDS = 30.0
 """How long a rollout that failed on a node is left to other nodes, if there are any."""
+HOLD_SECONDS = 15.0
+"""How long only rollouts of groups that have begun are taken once another gave way to them: until all that the service holds back had
+time to do so."""
 
 
 class WorkStore:
@@ -108,6 +111,14 @@ class WorkStore:
     async def put_back(self, attempt: AttemptId, now: float) -> None:
         """The node ends before the harness started: queued again, without using up an attempt. Raises `Superseded`."""
         self._require(attempt, await self._step("put_back", attempt, repr(now), durable=True))
+
+    async def give_way(self, attempt: AttemptId, now: float) -> bool:
+        """The service lets no group begin, and this rollout would begin one. True: a rollout that this node could take waits for a place
+        in a group that has begun, so this one is queued again, without using up an attempt; nodes first take those. Raises
+        `Superseded`."""
+        became = await self._step("give_way", attempt, repr(now), HOLD_SECONDS, durable=True)
+        self._require(attempt, became != b"lost")
+        return bool(became == b"queued")
 
     async def leave(self, node: str) -> None:
         """The node has ended and holds nothing."""

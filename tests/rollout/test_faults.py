@@ -16,18 +16,19 @@ import pytest
 
 from proxy.call.answer import Afterwork
 from proxy.errors import BudgetExhausted, EngineFailed, StoreUnavailable
+from proxy.store.connection import StoreConnection
 from proxy.store.states import Unserved
 from rollout.attempts import RETRIED, AttemptId, Failure, RolloutFailed
 from rollout.evaluators import catalogue
 from rollout.runtimes.base import Executed
 from rollout.sessions import Judge, NoAnswer, SessionRefused, Sessions
-from rollout.stages import Stage, within
+from rollout.stages import Slots, Stage, within
 from rollout.steps import AttemptLogs, check_run, remove
 from rollout.store import keys
 from rollout.task import EvaluatorSpec, Exec, HarnessSpec
 from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine
 from tests.support.runtimes.rollout_nodes import ASK, SECONDS, WatchedNode, World, a_task, unsandboxed
-from tests.support.service.running_service import ADMIN, RunningService
+from tests.support.service.running_service import ADMIN, TRAINER, RunningService
 
 
 @pytest.fixture
@@ -243,6 +244,32 @@ async def test_a_judge_is_asked_also_while_trainers_are_behind(engine: ScriptedE
             await asyncio.wait_for(sessions.create("u.0.1", group_id="u", group_size=1), SECONDS)
             with pytest.raises(SessionRefused, match="left out of training"):
                 await sessions.create("v.0.1", group_id="v", trained=False)
+
+
+async def test_a_group_that_has_begun_is_completed_by_a_node_whose_only_slot_is_wanted_by_another(
+    engine: ScriptedEngine, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainers are behind, so the more urgent task is held back. It kept the slot, and the group stayed incomplete for ever."""
+    monkeypatch.setattr("rollout.store.work.HOLD_SECONDS", 1.0)
+    monkeypatch.setattr("rollout.sessions.LONGEST_RETRY_SECONDS", 0.1)
+    monkeypatch.setattr("rollout.node.LOOK_SECONDS", 0.2)
+    gate = tmp_path / "gate"
+    with RunningService(engine.url, redis_url, engine_api="token", max_undelivered_groups=1) as service:
+        connection = StoreConnection(redis_url)
+        try:
+            world = World(service, redis_url, connection, tmp_path)
+            begun = await world.submit(a_task("begun", f"{ASK}\nuntil test -e {gate}; do sleep 0.1; done", num_samples=2))
+            async with world.node(slots=Slots(prepare=1, ready=0, run=1, evaluate=1)):
+                await world.until(lambda: session_ids(world) == {"begun.0.1"}, "its group has begun")
+                urgent = await world.submit(a_task("urgent", priority=90, max_attempts=1))
+                gate.touch()
+                states = await world.ended(begun)
+                assert service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 1}).status_code == 200
+                (held,) = await world.ended(urgent)
+        finally:
+            await connection.close()
+    assert [(state.status, state.attempt) for state in states] == [("completed", 1)] * 2
+    assert (held.status, held.attempt, held.failures) == ("completed", 2, ()), held.verdict
 
 
 @pytest.mark.parametrize("exit_code", [0, 1, 130])

@@ -8,7 +8,7 @@ local base = KEYS[1]
 local listing, over, queues, arrivals = base .. ':listing', base .. ':over', base .. ':queues', base .. ':arrivals'
 local nodes, seen, takes, totals = base .. ':nodes', base .. ':seen', base .. ':takes', base .. ':totals'
 local closing, abandoned, callbacks = base .. ':closing', base .. ':abandoned', base .. ':callbacks'
-local stranded = base .. ':stranded'
+local stranded, hold = base .. ':stranded', base .. ':hold'
 
 local GROUP, SCHEMA = 'nodes', 1
 local EVENTS_KEPT = 20000
@@ -67,7 +67,42 @@ local function set_status(task, index, status, now, data)
   emit(task, now, 'rollout.' .. status, data)
 end
 
--- Puts the rollout at the end of its queue.
+local function has(list, wanted)
+  for _, each in ipairs(list) do
+    if each == wanted then
+      return true
+    end
+  end
+  return false
+end
+
+-- Whether `place` meets the requirements of a queue (its name, decoded).
+local function fits(wanted, place)
+  if wanted[3] > place.cpus or wanted[4] > place.memory_mb then
+    return false
+  end
+  for _, kind in ipairs(wanted[2]) do
+    if not has(place.runtimes, kind) then
+      return false
+    end
+  end
+  for name, value in pairs(wanted[5]) do
+    if place.labels[name] ~= value then
+      return false
+    end
+  end
+  return true
+end
+
+-- Rollouts that had a node before wait ahead of those that never had one, so that groups that have begun are completed; those to which
+-- others gave way wait ahead of both.
+local RETURNED, PREFERRED = '5', '7'
+
+local function front_of(queue, rank)
+  return (string.gsub(queue, '^%[(%d+)[.%d]*', '[%1.' .. rank))
+end
+
+-- Puts the rollout at the end of the queue.
 local function enqueue(task, index, queue)
   local stream = queue_key(queue)
   if redis.call('SADD', queues, queue) == 1 then
@@ -150,7 +185,7 @@ local function requeue(task, index, now)
   leave_queue(task, index)
   forget_attempt(task, key)
   set_status(task, index, 'queued', now, {})
-  enqueue(task, index, redis.call('HGET', task_key(task), 'queue'))
+  enqueue(task, index, front_of(redis.call('HGET', task_key(task), 'queue'), RETURNED))
 end
 
 local function attempts_left(task, key)

@@ -4,33 +4,6 @@ local node, room, lease, now = ARGV[1], ARGV[2] ~= '' and cjson.decode(ARGV[2]),
 local SHUN_SECONDS = 30
 local AT_ONCE = 100
 
-local function has(list, wanted)
-  for _, each in ipairs(list) do
-    if each == wanted then
-      return true
-    end
-  end
-  return false
-end
-
--- Whether `place` meets the requirements of a queue (its name, decoded).
-local function fits(wanted, place)
-  if wanted[3] > place.cpus or wanted[4] > place.memory_mb then
-    return false
-  end
-  for _, kind in ipairs(wanted[2]) do
-    if not has(place.runtimes, kind) then
-      return false
-    end
-  end
-  for name, value in pairs(wanted[5]) do
-    if place.labels[name] ~= value then
-      return false
-    end
-  end
-  return true
-end
-
 -- Queues that this node has room for, the greatest priority first.
 local function find_suitable()
   local found = {}
@@ -160,8 +133,10 @@ local function others_fit(queue)
   return false
 end
 
--- The next entry of a queue, or nil if its rollout failed on this node and others could take it: while it is left to them, the entries
--- behind it wait too.
+local held = redis.call('EXISTS', hold) == 1
+
+-- The next entry of a queue, or nil if its rollout failed on this node and others could take it, or would begin a group while those wait:
+-- while it is left where it is, the entries behind it wait too.
 local function find_next(queue)
   if redis.call('EXISTS', queue.stream) == 0 then
     return nil
@@ -170,7 +145,11 @@ local function find_next(queue)
   if not read[1] then
     return nil
   end
-  local shun = redis.call('HMGET', rollout_key(read[1][2][2], read[1][2][4]), 'shun', 'shun_until')
+  local task, index = read[1][2][2], read[1][2][4]
+  if held and not has_begun(task) then
+    return nil
+  end
+  local shun = redis.call('HMGET', rollout_key(task, index), 'shun', 'shun_until')
   if shun[1] == node and tonumber(now) < tonumber(shun[2]) and others_fit(queue) then
     return nil
   end

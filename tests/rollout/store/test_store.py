@@ -513,3 +513,75 @@ async def test_a_queue_that_is_empty_leaves_nothing_behind(stores: Stores) -> No
     assert await stores.tasks.count_waiting() == {}
     await stores.submit("again", priority=7, labels={"only": "here"})
     await node.end((await node.must_take()).attempt)
+
+
+async def begun(node: Node) -> AttemptId:
+    """A rollout that it takes and that opens its session."""
+    attempt = (await node.must_take()).attempt
+    await node.work.advance(attempt, "running", time.time(), {"session_id": attempt.session_id})
+    return attempt
+
+
+async def test_a_rollout_that_is_tried_again_goes_before_those_that_no_node_had(stores: Stores) -> None:
+    """Its group would wait for it behind all others. Those who look see one queue."""
+    await stores.submit("first", num_samples=2)
+    await stores.submit("second")
+    await stores.submit("urgent", priority=51)
+    node = stores.node("a")
+    assert (await node.must_take()).attempt.task_id == "urgent"
+    await begun(node)
+    retried = (await node.must_take()).attempt
+    assert await node.work.give_up(retried, BROKEN, time.time(), retry=True)
+    assert sorted((await stores.tasks.count_waiting()).values()) == [0, 2]
+    assert [(await node.must_take()).attempt for _ in range(2)] == [AttemptId("first", 1, 2), AttemptId("second", 0, 1)]
+
+
+async def test_a_rollout_that_is_held_back_gives_way_to_one_of_a_group_that_has_begun(stores: Stores) -> None:
+    """Though it is more urgent, and was so when the other one's group began."""
+    await stores.submit("filling", num_samples=2)
+    node = stores.node("a")
+    await node.beat()
+    await begun(node)
+    await stores.submit("urgent", num_samples=2, priority=90, max_attempts=1)
+    held = (await node.must_take()).attempt
+    assert await node.work.give_way(held, time.time())
+    assert await node.work.give_way(held, time.time()), "it is told the same again"
+    assert (await begun(node)).task_id == "filling"
+    assert await node.take() is None, "no other group is to begin now"
+    await stores.connection.execute("DEL", f"{keys.BASE}:hold", key=keys.BASE)
+    again = (await node.must_take()).attempt
+    assert (again, (await stores.rollout("urgent")).failures) == (AttemptId("urgent", 0, 2), ())
+    assert not await node.work.give_up(again, BROKEN, time.time(), retry=True), "it has used up no attempt but this one"
+
+
+async def test_what_others_give_way_to_is_taken_next_whatever_waits_before_it(stores: Stores) -> None:
+    """Two that would be held back as well have been put back before it."""
+    await stores.submit("filling", num_samples=2)
+    for task_id in ("b", "c", "held"):
+        await stores.submit(task_id)
+    node = stores.node("a")
+    await node.beat()
+    await begun(node)
+    failing, *others, held = [(await node.must_take()).attempt for _ in range(4)]
+    for attempt in others:
+        await node.work.put_back(attempt, time.time())
+    assert await node.work.give_up(failing, BROKEN, time.time(), retry=True)
+    assert await node.work.give_way(held, time.time())
+    assert (await node.must_take()).attempt == AttemptId("filling", 1, 2)
+    assert await node.take() is None
+
+
+async def test_a_rollout_that_is_held_back_gives_way_to_none_that_would_not_go_on_in_its_place(stores: Stores) -> None:
+    """One waits that would be held back as well, and one that this node cannot take."""
+    wide = stores.node("wide", Room({}, ROOM.runtimes, 64.0, 1 << 20))
+    await stores.submit("wide", num_samples=2, runtime=sized(8.0))
+    await begun(wide)
+    await stores.submit("held", num_samples=2)
+    small = stores.node("small", Room({}, ROOM.runtimes, 4.0, 4096))
+    await small.beat()
+    held = (await small.must_take()).attempt
+    assert not await small.work.give_way(held, time.time())
+    assert (await stores.rollout("held")).status == "preparing"
+    await stores.tasks.cancel("held", time.time())
+    with pytest.raises(Superseded):
+        await small.work.give_way(held, time.time())
