@@ -49,7 +49,7 @@ class Failure(StrEnum):
     """Why a rollout gave no usable row. The values are used in records, events and metrics."""
 
     BAD_RUNTIME = "bad_runtime"
-    """The runtime could not be made: no such image, no room, no daemon."""
+    """The runtime could not be made: no such image, no daemon."""
     PREPARE_FAILED = "prepare_failed"
     """A prepare step failed after its retries."""
     PREPARE_TIMEOUT = "prepare_timeout"
@@ -73,7 +73,7 @@ class Failure(StrEnum):
     NODE_LOST = "node_lost"
     """The node of the last attempt stopped renewing its lease."""
     NODE_FAILED = "node_failed"
-    """The node itself failed: a full disk, or an unexpected error."""
+    """The node itself failed: a full disk, a quota that is used up, or an unexpected error."""
     CANCELLED = "cancelled"
     EARLY_STOPPED = "early_stopped"
     """The task had enough usable samples before this rollout ended."""

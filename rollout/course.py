@@ -27,7 +27,8 @@ from rollout.evaluators.base import Run
 from rollout.harnesses.catalogue import find_definition
 from rollout.harnesses.definition import Harness
 from rollout.harnesses.prepared import UnknownBaseUrl
-from rollout.runtimes.base import DiskFull, Runtime, RuntimeFailed
+from rollout.offer import Offer
+from rollout.runtimes.base import DiskFull, NoRoom, Runtime, RuntimeFailed
 from rollout.sessions import (
     HeldBack,
     NoAnswer,
@@ -66,9 +67,9 @@ class Course:
     """`go` runs the attempt to its end. When cancelled it removes its runtimes and reports nothing: the canceller knows why.
 
     `ahead` is the node's permit to have taken the rollout, given back when the run ends; `reserved` is its CPUs and memory, given back
-    with its runtimes."""
+    with its runtimes; `offer` learns whether its kind of runtime works."""
 
-    def __init__(self, taken: Taken, ahead: Permit, reserved: Permit, parts: NodeParts) -> None:
+    def __init__(self, taken: Taken, ahead: Permit, reserved: Permit, parts: NodeParts, offer: Offer) -> None:
         self.attempt: AttemptId = taken.attempt
         self.begun = False
         """Whether the harness may have started; until then the rollout can be put back."""
@@ -77,7 +78,13 @@ class Course:
         self._ahead = ahead
         self._reserved = reserved
         self._parts = parts
+        self._offer = offer
         self._logs = AttemptLogs(parts.name, parts.logs, taken.attempt)
+
+    @property
+    def kind(self) -> str:
+        """Of its runtime."""
+        return self._task.runtime.kind
 
     async def go(self) -> None:
         try:
@@ -105,13 +112,20 @@ class Course:
 
     async def _give_up(self, failure: FailureRecord) -> bool:
         """Whether the rollout is queued again."""
-        retry = failure.failure in RETRIED
-        again = await self._insist(lambda now: self._parts.work.give_up(self.attempt, failure, now, retry=retry))
+        retry, spared = failure.failure in RETRIED, await self._doubt_runtime(failure.failure)
+        again = await self._insist(lambda now: self._parts.work.give_up(self.attempt, failure, now, retry=retry, spared=spared))
         if again:
             # If this fails, the next attempt deletes it.
             with suppress(SessionFailed):
                 await self._parts.sessions.delete(self.attempt.session_id)
         return again
+
+    async def _doubt_runtime(self, failure: Failure) -> bool:
+        """Whether the attempt failed because its kind of runtime does not work on this node now: then it does not count."""
+        node_failed = failure is Failure.NODE_FAILED
+        if not node_failed and (failure is not Failure.BAD_RUNTIME or self.begun):
+            return False
+        return await self._offer.doubt(self.kind, node_failed=node_failed)
 
     async def _conclude(self, verdict: Verdict) -> None:
         """Close the session with the verdict, then end the rollout. Both may be repeated, also by another node."""
@@ -138,7 +152,7 @@ class Course:
     async def _prepare(self, stack: AsyncExitStack, budget: Budget) -> HarnessRun:
         task = self._task
         async with _enter(self._parts.stages.prepare, budget), within(task.budgets.prepare, Failure.PREPARE_TIMEOUT):
-            kind, proxy, prefix = self._parts.kinds[task.runtime.kind], self._parts.proxy, self._parts.prefix
+            kind, proxy, prefix = self._parts.kinds[self.kind], self._parts.proxy, self._parts.prefix
             definition = find_definition(task.harness)
             name = runtime_name(prefix, self.attempt, "i")
             installed = await install_harness(kind, task, definition, name, proxy, self._logs)
@@ -158,6 +172,7 @@ class Course:
             evaluation.begin()
             stack.push_async_callback(evaluation.drop)
         self.begun = True
+        self._offer.trust(self.kind)
         opened = await self._open_session(harness.harness, budget)
         run = await self._run_agent(harness, opened, budget)
         if run.timed_out and self._task.on_agent_timeout != "evaluate":
@@ -296,7 +311,7 @@ class Course:
             raise
         except (SessionFailed, UnknownBaseUrl) as error:
             raise RolloutFailed(Failure.SERVICE_FAILED, str(error)) from error
-        except DiskFull as error:
+        except (DiskFull, NoRoom) as error:
             raise RolloutFailed(Failure.NODE_FAILED, str(error)) from error
         except RuntimeFailed as error:
             raise RolloutFailed(Failure.BAD_RUNTIME, str(error)) from error

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from rollout.attempts import AttemptId, Failure, FailureRecord, Superseded
 from rollout.course import Course
+from rollout.offer import Offer
 from rollout.sessions import SessionFailed
 from rollout.stages import Permit
 from rollout.steps import NodeParts
@@ -45,6 +46,7 @@ class Node:
     def __init__(self, parts: NodeParts, settings: NodeSettings) -> None:
         self._parts = parts
         self._settings = settings
+        self._offer = Offer(parts.kinds)
         self._courses: dict[AttemptId, tuple[Course, asyncio.Task[None]]] = {}
         self._draining = asyncio.Event()
         self._hurrying = asyncio.Event()
@@ -76,6 +78,7 @@ class Node:
             for task in left:
                 _cancel(task)
             await asyncio.wait([self._beating, self._taking, *left], timeout=STOP_SECONDS)
+            await self._offer.close()
         with suppress(StoreUnavailable):
             await self._parts.work.leave(self._parts.name)
 
@@ -158,7 +161,7 @@ class Node:
     def _start(self, taken: Taken, permit: Permit) -> None:
         # Before anything else is taken, or two rollouts would get the same room.
         reserved = self._parts.stages.capacity.reserve(taken.task)
-        course = Course(taken, permit, reserved, self._parts)
+        course = Course(taken, permit, reserved, self._parts, self._offer)
         task = asyncio.create_task(course.go(), name=f"rollout {taken.attempt.session_id}")
         self._courses[taken.attempt] = course, task
         task.add_done_callback(lambda done: self._forget(taken.attempt, reserved, permit, done))
@@ -173,7 +176,7 @@ class Node:
 
     def _measure_room(self) -> Room:
         capacity = self._parts.stages.capacity
-        kinds = frozenset(self._parts.kinds)
+        kinds = self._offer.choose([course.kind for course, _ in self._courses.values() if not course.begun])
         return Room(self._settings.labels, kinds, capacity.free_cpus, capacity.free_memory_mb)
 
     async def _beat_forever(self) -> None:
@@ -203,7 +206,7 @@ class Node:
         return NodeState(
             name=self._parts.name,
             labels=self._settings.labels,
-            runtimes=sorted(self._parts.kinds),
+            runtimes=sorted(self._offer.working),
             cpus=self._settings.cpus,
             memory_mb=self._settings.memory_mb,
             slots={"prepare": slots.prepare, "ready": slots.ready, "run": slots.run, "evaluate": slots.evaluate},

@@ -13,8 +13,8 @@ tests/rollout/runtimes/test_contract.py holds every kind to these rules:
 - `stop` ends and removes everything. It may be called at any time and repeatedly, and `RuntimeKind.sweep` does the same from another
   process: a killed node leaves nothing behind for good.
 
-Errors: `RuntimeFailed` is every failure of the runtime itself, as opposed to the command; `DiskFull` is one of them. `BadRuntime` is an
-invalid spec.
+Errors: `RuntimeFailed` is every failure of the runtime itself, as opposed to the command; `DiskFull` and `NoRoom` are two of them.
+`BadRuntime` is an invalid spec.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ class RuntimeFailed(Exception):
 
 class DiskFull(RuntimeFailed):
     """There was no room left to write."""
+
+
+class NoRoom(RuntimeFailed):
+    """No further runtime may be made at present, whatever its spec."""
 
 
 def describe_os_error(what: str, error: OSError) -> RuntimeFailed:

@@ -100,7 +100,8 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """A node as in `GET /nodes`. `seen_at`: its last beat. `draining`: it takes nothing more."""
+    """A node as in `GET /nodes`. `runtimes`: kinds that work there now. `seen_at`: its last beat. `draining`: it takes nothing
+    more."""
 
     name: str
     labels: Mapping[str, str]

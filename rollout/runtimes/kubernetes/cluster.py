@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rollout.runtimes.base import RuntimeFailed
+from rollout.runtimes.base import NoRoom, RuntimeFailed
 from rollout.runtimes.kubernetes.manifest import CONTAINER, LABEL, Owner
 from rollout.runtimes.settings import RuntimeSettings
 
@@ -56,7 +56,7 @@ class Cluster:
         self._configuration = configuration
 
     async def create_pod(self, manifest: Mapping[str, Any]) -> Pod:
-        """The pod as the cluster accepted it. Raises `NameTaken`, `RuntimeFailed`."""
+        """The pod as the cluster accepted it. Raises `NameTaken`, `NoRoom` for a quota that is used up, `RuntimeFailed`."""
         name = manifest["metadata"]["name"]
         pod: Pod | None = await self._request("create", name, "create_namespaced_pod", body=dict(manifest), ignore=(409,))
         if pod is None:
@@ -161,7 +161,9 @@ class Cluster:
         if response.status in ignore:
             return None
         if response.status >= 400:
-            raise RuntimeFailed(f"Kubernetes: {verb} {subject}: {response.status} {_find_message(text) or response.reason}")
+            reason = _find_message(text) or response.reason
+            failure = NoRoom if response.status == 403 and "exceeded quota" in reason else RuntimeFailed
+            raise failure(f"Kubernetes: {verb} {subject}: {response.status} {reason}")
         return json.loads(text)
 
     def _bind(self, client: ApiClient, operation: str) -> Callable[..., Any]:

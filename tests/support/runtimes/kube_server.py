@@ -41,7 +41,7 @@ class Machine:
         self.versions = itertools.count(1)
         self.sent: list[dict[str, Any]] = []
         self.policies: list[dict[str, Any]] = []
-        self.forbidden = False
+        self.forbidden = self.full = False
         self.protocols = ["v5.channel.k8s.io", "v4.channel.k8s.io"]
         self.sockets: set[web.WebSocketResponse] = set()
         self.tasks: set[asyncio.Task[None]] = set()
@@ -119,6 +119,8 @@ class Api:
         pod = await request.json()
         self._machine.sent.append(copy.deepcopy(pod))
         name = pod["metadata"]["name"]
+        if self._machine.full:
+            return refused(403, "Forbidden", f'pods "{name}" is forbidden: exceeded quota: all, used: pods=1, limited: pods=1')
         if name in self._machine.pods:
             return refused(409, "AlreadyExists", f'pods "{name}" already exists')
         pod["metadata"] |= {"uid": str(uuid.uuid4()), "namespace": request.match_info["namespace"]}
@@ -273,6 +275,8 @@ class Test:
                 machine.policies = told
             case "forbid":
                 machine.forbidden = told
+            case "fill":
+                machine.full = told
             case "protocols":
                 machine.protocols = told
             case "break":

@@ -15,7 +15,7 @@ from jsonschema import Draft202012Validator
 from kubernetes_validate.utils import schema_contents
 from referencing import Registry, Resource
 
-from rollout.runtimes.base import BadRuntime, DiskFull, Logs, ProxyAddress, RuntimeFailed
+from rollout.runtimes.base import BadRuntime, DiskFull, Logs, NoRoom, ProxyAddress, RuntimeFailed
 from rollout.runtimes.kubernetes import cluster as module
 from rollout.runtimes.kubernetes import exec, network
 from rollout.runtimes.kubernetes.cluster import load_cluster
@@ -54,6 +54,7 @@ def broken() -> Iterator[TestCluster]:
     yield cluster()
     cluster().do("policies", [])
     cluster().do("forbid", False)
+    cluster().do("fill", False)
     cluster().do("protocols", ["v5.channel.k8s.io", "v4.channel.k8s.io"])
 
 
@@ -191,6 +192,13 @@ def test_settings_come_from_the_environment() -> None:
 def test_a_variable_that_is_no_such_thing_is_told(wrong: dict[str, str]) -> None:
     with pytest.raises(BadRuntime, match=f"VERBATIM_KUBERNETES_{next(iter(wrong))}"):
         read_environment({f"VERBATIM_KUBERNETES_{name}": text for name, text in wrong.items()})
+
+
+async def test_a_quota_that_is_used_up_is_not_taken_for_the_tasks_fault(broken: TestCluster) -> None:
+    broken.do("fill", True)
+    assert await in_pods().kind.probe() is None
+    with pytest.raises(NoRoom, match="exceeded quota"):
+        await in_pods().runtime(NOWHERE).start()
 
 
 async def test_a_node_without_a_cluster_or_with_a_setting_that_is_none_says_so(broken: TestCluster) -> None:
