@@ -78,6 +78,9 @@ def node(
     drain_seconds: Annotated[
         float, typer.Option(min=0.0, help="How long running rollouts may continue after SIGTERM.")
     ] = 3600.0,
+    log_mb: Annotated[
+        int, typer.Option(min=1, help="Logs of ended rollouts beyond this are removed, the oldest first.")
+    ] = 8192,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     log_format: Annotated[
         str,
@@ -112,6 +115,7 @@ def node(
         memory_mb=memory_mb or measure_memory_mb(),
         lease_seconds=lease_seconds,
         drain_seconds=drain_seconds,
+        log_mb=log_mb,
     )
     control = Control(url, variables=(NODE, ADMIN))
     slots = Slots(prepare, ready, run, evaluate)

@@ -27,6 +27,7 @@ from rollout.evaluators.base import Run
 from rollout.harnesses.catalogue import find_definition
 from rollout.harnesses.definition import Harness
 from rollout.harnesses.prepared import UnknownBaseUrl
+from rollout.logs import AttemptLogs
 from rollout.offer import Offer
 from rollout.runtimes.base import DiskFull, NoRoom, Runtime, RuntimeFailed
 from rollout.sessions import (
@@ -42,7 +43,6 @@ from rollout.sessions import (
 )
 from rollout.stages import Budget, Permit, Stage, within
 from rollout.steps import (
-    AttemptLogs,
     HarnessRun,
     NodeParts,
     carry_out,

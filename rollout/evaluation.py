@@ -10,10 +10,11 @@ from pathlib import PurePosixPath
 from rollout.attempts import AttemptId, Failure, RolloutFailed, runtime_name
 from rollout.evaluators import catalogue
 from rollout.evaluators.base import BadReward, Case, EvaluationFailed, EvaluationTimedOut, Run, Score, parse_score
+from rollout.logs import AttemptLogs
 from rollout.runtimes.base import Runtime, RuntimeFailed
 from rollout.sessions import SessionFailed
 from rollout.stages import within
-from rollout.steps import AttemptLogs, NodeParts, carry_out, remove
+from rollout.steps import NodeParts, carry_out, remove
 from rollout.task import EvaluatorSpec, Task
 
 COLLECTED_BYTES = 1 << 30

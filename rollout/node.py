@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from rollout.attempts import AttemptId, Failure, FailureRecord, Superseded
 from rollout.course import Course
+from rollout.logs import AttemptLogs, KeptLogs
 from rollout.offer import Offer
 from rollout.sessions import SessionFailed
 from rollout.stages import Permit
@@ -31,13 +32,15 @@ STOP_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    """A node without a heartbeat for `lease_seconds` loses its rollouts. When it drains, running rollouts may take `drain_seconds`."""
+    """A node without a heartbeat for `lease_seconds` loses its rollouts. When it drains, running rollouts may take `drain_seconds`. Of the
+    logs of ended attempts it keeps `log_mb`."""
 
     labels: Mapping[str, str] = field(default_factory=dict)
     cpus: float = 1.0
     memory_mb: int = 1024
     lease_seconds: float = 30.0
     drain_seconds: float = 3600.0
+    log_mb: int = 8192
 
 
 class Node:
@@ -47,6 +50,7 @@ class Node:
         self._parts = parts
         self._settings = settings
         self._offer = Offer(parts.kinds)
+        self._kept_logs = KeptLogs(parts.logs, settings.log_mb << 20)
         self._courses: dict[AttemptId, tuple[Course, asyncio.Task[None]]] = {}
         self._draining = asyncio.Event()
         self._hurrying = asyncio.Event()
@@ -63,6 +67,7 @@ class Node:
     async def run(self) -> None:
         """Returns when the node is drained and holds nothing."""
         await self._sweep()
+        await asyncio.to_thread(self._kept_logs.find)
         self._beating = asyncio.create_task(self._beat_forever())
         self._taking = asyncio.create_task(self._take_until_drained())
         try:
@@ -171,6 +176,8 @@ class Node:
         permit.leave()
         if self._courses.get(attempt, (None, None))[1] is done:
             del self._courses[attempt]
+        folder = AttemptLogs(self._parts.name, self._parts.logs, attempt).folder
+        asyncio.get_running_loop().run_in_executor(None, self._kept_logs.add, folder)
         if not done.cancelled() and (error := done.exception()) is not None:
             log.error("rollout %s failed; it is retried once its lease expires", attempt.session_id, exc_info=error)
 

@@ -14,10 +14,11 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from rollout.attempts import AttemptId, Failure, RolloutFailed, node_prefix
+from rollout.attempts import Failure, RolloutFailed, node_prefix
 from rollout.harnesses.definition import Harness
 from rollout.harnesses.prepared import Endpoint, Prepared, home_variables, temporary_directory
-from rollout.runtimes.base import Executed, Install, Installed, Logs, ProxyAddress, Runtime, RuntimeKind
+from rollout.logs import AttemptLogs
+from rollout.runtimes.base import Executed, Install, Installed, ProxyAddress, Runtime, RuntimeKind
 from rollout.sessions import Judge, OpenSession, Sessions
 from rollout.stages import Stages
 from rollout.store.work import WorkStore
@@ -55,32 +56,6 @@ class NodeParts:
     def prefix(self) -> str:
         """How the names of this node's runtimes begin."""
         return node_prefix(self.name, self.url)
-
-
-class AttemptLogs:
-    """The logs of one attempt: a folder with `<what>.out` and `<what>.err` for prepare, install, agent, evaluate, …"""
-
-    def __init__(self, node: str, root: Path, attempt: AttemptId, prefix: str = "") -> None:
-        self._node = node
-        self._root = root
-        self._attempt = attempt
-        self._prefix = prefix
-        self.folder = root / attempt.task_id / f"{attempt.index}.{attempt.attempt}"
-
-    def make(self) -> None:
-        """Raises OSError."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-
-    def of(self, what: str) -> Logs:
-        return Logs(self.folder / f"{self._prefix}{what}.out", self.folder / f"{self._prefix}{what}.err")
-
-    def prefixed(self, prefix: str) -> AttemptLogs:
-        """The same folder, with `<prefix>-` before every name."""
-        return AttemptLogs(self._node, self._root, self._attempt, f"{prefix}-")
-
-    def place(self, what: str = "") -> str:
-        """Where a person finds them: `<node>:<path>`."""
-        return f"{self._node}:{self.folder / (self._prefix + what) if what else self.folder}"
 
 
 async def carry_out(steps: Sequence[PrepareStep], runtime: Runtime, env: Mapping[str, str], logs: AttemptLogs) -> None:

@@ -15,10 +15,11 @@ from cli.doctor import check_engine
 from cli.generation.attempts import Input
 from rollout.attempts import AttemptId, RolloutFailed
 from rollout.harnesses.catalogue import find_definition
+from rollout.logs import AttemptLogs
 from rollout.runtimes import catalogue
 from rollout.runtimes.base import ProxyAddress, RuntimeFailed
 from rollout.runtimes.settings import read_environment
-from rollout.steps import AttemptLogs, HarnessRun, install_harness, remove
+from rollout.steps import HarnessRun, install_harness, remove
 from rollout.task import RuntimeSpec, Task
 
 NOWHERE = ProxyAddress("127.0.0.1", 9)

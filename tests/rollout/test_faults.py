@@ -20,10 +20,11 @@ from proxy.store.connection import StoreConnection
 from proxy.store.states import Unserved
 from rollout.attempts import RETRIED, AttemptId, Failure, RolloutFailed
 from rollout.evaluators import catalogue
+from rollout.logs import AttemptLogs
 from rollout.runtimes.base import Executed
 from rollout.sessions import Judge, NoAnswer, SessionRefused, Sessions
 from rollout.stages import Slots, Stage, within
-from rollout.steps import AttemptLogs, check_run, remove
+from rollout.steps import check_run, remove
 from rollout.store import keys
 from rollout.task import EvaluatorSpec, Exec, HarnessSpec
 from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine

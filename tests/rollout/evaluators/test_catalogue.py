@@ -20,7 +20,7 @@ from rollout.attempts import AttemptId, Failure, RolloutFailed, Verdict
 from rollout.evaluation import Evaluation
 from rollout.evaluators import catalogue
 from rollout.evaluators.base import BadEvaluator, BadReward, EvaluationFailed, Score, parse_reward, parse_score, shorten
-from rollout.steps import AttemptLogs
+from rollout.logs import AttemptLogs
 from rollout.store.base import decode, encode
 from rollout.task import EvaluatorSpec
 from tests.support.runtimes.evaluations import RUN, TASK, check, evaluated, nobody_asks
