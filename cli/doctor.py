@@ -166,7 +166,7 @@ def _check_nodes(control: Control) -> Iterator[Check]:
     if not nodes:
         yield Check("nodes", "note", "none takes rollouts", "submitted tasks wait until verbatim node runs somewhere")
     for node in nodes:
-        state = "draining" if node["draining"] else f"last seen {max(0.0, time.time() - node['seen_at']):.0f} s ago"
+        state = "draining" if node["draining"] else f"last seen {node['silent_seconds']:.0f} s ago"
         yield Check(f"node {node['name']}", "ok", f"{', '.join(node['runtimes'])}, {state}")
 
 

@@ -137,7 +137,7 @@ def _nodes(now: Snapshot) -> Table:
             for stage in ("prepare", "ready", "run", "evaluate")
         ]
         free = (f"{node['free_cpus']:g} of {node['cpus']:g}", f"{node['free_memory_mb']} of {node['memory_mb']}")
-        sign = "draining" if node["draining"] else f"{max(0.0, now.at - node['seen_at']):.0f} s ago"
+        sign = "draining" if node["draining"] else f"{node['silent_seconds']:.0f} s ago"
         table.add_row(escape(node["name"]), ", ".join(node["runtimes"]), *used, *free, sign)
     return table
 

@@ -173,7 +173,9 @@ class NodeShape(Shape):
     """It takes no new rollouts."""
     started_at: float
     seen_at: float
-    """Its last heartbeat."""
+    """Its last heartbeat, by Redis's clock."""
+    silent_seconds: float
+    """How long ago that was, by the same clock."""
     lease_seconds: float
     """Silence after which it loses its rollouts."""
 
@@ -306,7 +308,8 @@ def build_task_router(
     @router.get("/nodes", dependencies=[Depends(node)], responses={200: {"model": Nodes, "description": "the nodes"}})
     async def list_nodes() -> Response:
         """Nodes with their free capacity, and how many rollouts wait for which kind of node."""
-        found = [asdict(state) for state in await store.list_nodes()]
+        states, now = await store.list_nodes(), await store.now()
+        found = [asdict(state) | {"silent_seconds": max(0.0, now - state.seen_at)} for state in states]
         waiting = [_queue_as_wire(name, count) for name, count in sorted((await store.count_waiting()).items())]
         return _json({"nodes": found, "queues": waiting})
 

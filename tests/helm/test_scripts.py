@@ -67,6 +67,31 @@ def test_a_node_is_ready_once_the_service_has_heard_of_it(redis_url: str) -> Non
         assert done.returncode == 0, done.stderr
 
 
+def test_a_node_on_a_machine_with_a_wrong_clock_is_ready(redis_url: str) -> None:
+    """The old bug: its clock, an hour ahead, was compared with Redis's, and the cluster restarted it for ever."""
+    ahead = "import runpy, sys, time; now = time.time; time.time = lambda: now() + 3600; runpy.run_path(sys.argv[1], run_name='__main__')"
+
+    async def beat() -> None:
+        connection = StoreConnection(redis_url)
+        work = WorkStore(RolloutConnection(connection))
+        now = await work.now()
+        await work.beat(NodeState("pod-1", {}, ["kubernetes"], 4.0, 4096, seen_at=now), [], now)
+        await connection.close()
+
+    with serving_tasks(redis_url) as service:
+        asyncio.run(beat())
+        node = {"VERBATIM_URL": service.url, "VERBATIM_NODE_TOKEN": NODE, "VERBATIM_NODE_NAME": "pod-1"}
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", ahead, str(FILES / "node_ready.py")],
+            env={"PATH": os.environ["PATH"], **node},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+
+
 def test_the_network_test_fails_where_something_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         place = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(listener.getsockname()[1])}

@@ -3,15 +3,14 @@
 import json
 import os
 import sys
-import time
 import urllib.request
 
 SILENT_SECONDS = 60.0
 
 
-def silent_seconds(nodes: list[dict], name: str, now: float) -> float:
-    """Since the node of that name last gave a sign of life; infinite for one that is not there."""
-    return min((now - node["seen_at"] for node in nodes if node["name"] == name), default=float("inf"))
+def find_silence(nodes: list[dict], name: str) -> float:
+    """How long the node of that name has been silent, in seconds by the service's account; infinite for one that is not there."""
+    return min((node["silent_seconds"] for node in nodes if node["name"] == name), default=float("inf"))
 
 
 def main() -> str | None:
@@ -23,7 +22,7 @@ def main() -> str | None:
             nodes = json.load(response)["nodes"]
     except OSError as error:
         return f"{url}: {error}"
-    silent = silent_seconds(nodes, name, time.time())
+    silent = find_silence(nodes, name)
     return None if silent <= SILENT_SECONDS else f"{url} has not heard of the node {name} for {silent:.0f} seconds"
 
 
