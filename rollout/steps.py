@@ -18,7 +18,7 @@ from rollout.attempts import Failure, RolloutFailed, node_prefix
 from rollout.harnesses.definition import Harness
 from rollout.harnesses.prepared import Endpoint, Prepared, home_variables, temporary_directory
 from rollout.logs import AttemptLogs
-from rollout.runtimes.base import Executed, Install, Installed, ProxyAddress, Runtime, RuntimeKind
+from rollout.runtimes.base import Executed, Install, Installed, NetworkRefused, ProxyAddress, Runtime, RuntimeKind
 from rollout.sessions import Judge, OpenSession, Sessions
 from rollout.stages import Stages
 from rollout.store.work import WorkStore
@@ -138,13 +138,16 @@ class HarnessRun:
         if not self.task.harness.install or not self.harness.install:
             raise self._missing("and is not to be installed here")
         for line in self.harness.install:
-            done = await self.runtime.exec(
-                ("sh", "-c", line),
-                env=self._base_environment(),
-                timeout_seconds=INSTALL_SECONDS,
-                logs=self.logs.of("install"),
-                network="full",
-            )
+            try:
+                done = await self.runtime.exec(
+                    ("sh", "-c", line),
+                    env=self._base_environment(),
+                    timeout_seconds=INSTALL_SECONDS,
+                    logs=self.logs.of("install"),
+                    network="full",
+                )
+            except NetworkRefused as error:
+                raise self._missing(f"and cannot be installed there ({error}): use an image that has it") from error
             if done.exit_code:
                 raise self._missing(f"and {line!r} ended with exit code {done.exit_code}: {read_tail(done)}")
         if not await self._is_installed():

@@ -13,8 +13,8 @@ tests/rollout/runtimes/test_contract.py holds every kind to these rules:
 - `stop` ends and removes everything. It may be called at any time and repeatedly, and `RuntimeKind.sweep` does the same from another
   process: a killed node leaves nothing behind for good.
 
-Errors: `RuntimeFailed` is every failure of the runtime itself, as opposed to the command; `DiskFull` and `NoRoom` are two of them.
-`BadRuntime` is an invalid spec.
+Errors: `RuntimeFailed` is every failure of the runtime itself, as opposed to the command; `DiskFull`, `NoRoom` and `NetworkRefused` are three
+of them. `BadRuntime` is an invalid spec.
 """
 
 from __future__ import annotations
@@ -46,6 +46,10 @@ class DiskFull(RuntimeFailed):
 
 class NoRoom(RuntimeFailed):
     """No further runtime may be made at present, whatever its spec."""
+
+
+class NetworkRefused(RuntimeFailed):
+    """All commands of the runtime share one network, and this one asked for the other."""
 
 
 def describe_os_error(what: str, error: OSError) -> RuntimeFailed:
@@ -142,7 +146,8 @@ class Runtime(Protocol):
         network: Network | None = None,
     ) -> Executed:
         """Exit codes 126 and 127 mean, as in a shell, that the command could not be started or does not exist. `network` None is the
-        spec's; "full" is for a step of the task's own that must download something. Raises `RuntimeFailed`."""
+        spec's; "full" is for a step of the task's own that must download something. Raises `RuntimeFailed`, and
+        `NetworkRefused` before anything is run."""
 
     async def stop(self) -> None:
         """Never raises for something already gone."""

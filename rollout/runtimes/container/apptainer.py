@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout.runtimes.base import Install, Installed, Logs, ProxyAddress, RuntimeFailed, describe_os_error
+from rollout.runtimes.base import Install, Installed, Logs, NetworkRefused, ProxyAddress, RuntimeFailed, describe_os_error
 from rollout.runtimes.container.engine import PULL_SECONDS, Engine
 from rollout.runtimes.container.runtime import INSIDE, ContainerKind, ContainerRuntime
 from rollout.runtimes.local.resources import PIDS
@@ -187,5 +187,5 @@ class ApptainerRuntime(ContainerRuntime):
 
     async def _make_client(self, engine: Engine, within: ContainerProcesses, mark: str, network: Network) -> list[str]:
         if network != self._spec.network:
-            raise RuntimeFailed(f"an instance has one network, here {self._spec.network}: a command cannot have {network}")
+            raise NetworkRefused(f"an instance has one network, here {self._spec.network}: a command cannot have {network}")
         return [*engine.command, "exec", "--cleanenv", "--pwd", "/", "--env", mark, f"instance://{self.name}"]

@@ -22,6 +22,7 @@ from rollout.runtimes.base import (
     Install,
     Installed,
     Logs,
+    NetworkRefused,
     ProxyAddress,
     RuntimeFailed,
     check_common,
@@ -172,7 +173,7 @@ class PodRuntime(CommandRuntime):
         if self._uid is None:
             raise RuntimeFailed(f"the runtime {self.name} has not started")
         if command.network not in (None, self._spec.network):
-            raise RuntimeFailed(f"a pod has one network, here {self._spec.network}: a command cannot have {command.network}")
+            raise NetworkRefused(f"a pod has one network, here {self._spec.network}: a command cannot have {command.network}")
         running = PodCommand(await self._kind.load_cluster(), self.name)
         variables = merge_variables(command.env, {manifest.MARK: running.identity})
         return await running.run(manifest.make_script(command.workdir, command.argv, variables), command.stdin, command.limits)
