@@ -120,11 +120,17 @@ class KnownSessions:
     """The keys of the sessions in a folder and the digests of its images, about a hundred bytes each. Reads each part once."""
 
     def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
         self.images: set[str] = set()
         self._keys: set[Key] = set()
         self._parts: set[str] = set()
 
     def read(self, folder: Path, manifest: dict[str, Any]) -> None:
+        if self._parts - {part["files"]["sessions"]["sha256"] for part in manifest["parts"]}:
+            # The folder was moved away: what its parts hold is not in the one that took its place.
+            self._forget()
         for part in manifest["parts"]:
             if part["files"]["sessions"]["sha256"] not in self._parts:
                 path = folder / part["files"]["sessions"]["name"]

@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 from cli.main import app
 from cli.refusal import Refusal
 from proxy.api.sessions import session_as_wire, session_from_wire
-from proxy.archive.folder import ArchiveReader, read_table
+from proxy.archive.folder import ArchiveReader, ArchiveWriter, KnownSessions, read_table
 from proxy.archive.tables import SCHEMA_VERSION, TABLES, arrow_schema, session_of
 from proxy.errors import Conflict
 from proxy.store.archive import ArchiveStore
@@ -528,6 +528,21 @@ def test_an_image_is_in_a_folder_once_whatever_sessions_have_it(
             assert second.request("DELETE", f"/sessions/{session_id}").status_code == 204
         with other_redis.client() as client:
             assert not client.keys("vb:{m:*")
+
+
+def test_an_image_is_archived_again_once_the_folder_that_has_it_was_moved_away(service: RunningService, tmp_path: Path) -> None:
+    """The old bug: retention, which remembers what it has archived, left the image out of the new folder and freed it in Redis."""
+    first, second = (pictured(service, picture("red")).session_id for _ in range(2))
+    export(service, tmp_path / "all")
+    archive, known = tmp_path / "archive", KnownSessions()
+    for session_id in (first, second):
+        session = ArchiveReader(tmp_path / "all").find(session_id)
+        assert session is not None
+        with ArchiveWriter(archive, known=known) as writer:
+            writer.add(session)
+            writer.flush()
+        assert [each.media for each in ArchiveReader(archive).sessions()] == [session.media]
+        archive.rename(tmp_path / session_id)
 
 
 def test_a_fork_that_samples_nothing_is_exported_with_the_images_that_it_replayed(
