@@ -24,10 +24,24 @@ READY_SECONDS = 300.0
 """How long the service may take to start, and then its engines to answer."""
 STOP_SECONDS = 60.0
 POLL_SECONDS = 0.1
-FOREIGN_VARIABLES = re.compile(
-    r"VERBATIM_(REDIS|URL|OPEN|HOST|PORT|PUBLIC_URL|ENGINE|DATA_DIR|TLS_.*|(ADMIN|TRAINER)_TOKENS?(_FILE)?|NODE_.*)\Z"
+INHERITED_VARIABLES = re.compile(
+    r"""
+    (?!VERBATIM_) .*
+    | VERBATIM_(
+        # engines, and what is recorded and trained of their calls
+        ENGINE_\w+ | RENDERER(_OPTIONS)? | (POLICY|STRICT|FROZEN)_MODELS | QUEUE_SECONDS | TRAIN_\w+ | KEEP_\w+ | BUILDER
+        # requests and replies
+        | THINKING | ECHO_POLICY | VOLATILE_LINES | LATER_SYSTEM_ROLE | ROLE_RULES | REMOTE_MEDIA(_PRIVATE)?
+        | (KEEPALIVE|CLOSE_WAIT)_SECONDS | (HEADER|BODY|WRITE)_TIMEOUT_SECONDS | CALLS_PER_SECOND
+        | MAX_(BODY|HEADER|CALL|SESSION|IMAGE)\w+ | BODY_ROOM_\w+ | SESSION_CACHE(_BYTES)? | IMAGE_CACHE_BYTES
+        # this machine's harnesses, evaluators and runtimes
+        | HARNESSES | EVALUATOR_\w+ | (LOCAL|CONTAINER|APPTAINER|KUBERNETES)_\w+ | CGROUP | INSTALLS_KEPT
+        | LOG_(CALLS|FORMAT) | TRACE_(ENDPOINT|RATIO)
+    )""",
+    re.VERBOSE | re.DOTALL,
 )
-"""Variables that configure a service of the user's, not this one."""
+"""Variables that mean the same to this service as to any other. The rest are about a service of the user's: its store and addresses, the
+trainers that take its groups, how long it keeps sessions."""
 
 # Runs in the child before the command replaces it: on Linux the child is signalled when its parent dies, however it dies. The second
 # check covers a parent that died before that.
@@ -111,7 +125,7 @@ class OwnService:
             self._launch(stack, self._logs / "node.log", "node", *place, *slots, *kinds)
 
     def _launch(self, stack: ExitStack, output: Path, name: str, *args: str) -> None:
-        kept = {variable: value for variable, value in os.environ.items() if not FOREIGN_VARIABLES.match(variable)}
+        kept = {variable: value for variable, value in os.environ.items() if INHERITED_VARIABLES.fullmatch(variable)}
         with (self._logs / f"{name}.log").open("ab") as log, output.open("ab") as stdout:
             child = subprocess.Popen(
                 [sys.executable, "-c", LAUNCH, str(os.getpid()), name, *args],

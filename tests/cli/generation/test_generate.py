@@ -59,9 +59,9 @@ def variables(tmp_path: Path) -> dict[str, str]:
     return {"VERBATIM_ENGINE_API": "token", "VERBATIM_LOCAL_DIR": str(tmp_path / "runtimes"), **ForkedVerbatim.forking_env()}
 
 
-def generate(tmp_path: Path, engine: ScriptedEngine, *args: str) -> subprocess.CompletedProcess[str]:
+def generate(tmp_path: Path, engine: ScriptedEngine, *args: str, **more: str) -> subprocess.CompletedProcess[str]:
     given = ("--engine", engine.url, "--harness", "shell", "--out", str(tmp_path / "out"), *args)
-    return verbatim("generate", *given, timeout_seconds=SECONDS, **variables(tmp_path))
+    return verbatim("generate", *given, timeout_seconds=SECONDS, **variables(tmp_path), **more)
 
 
 def stopped(tmp_path: Path, once: str, *given: str) -> str:
@@ -122,6 +122,29 @@ def test_attempts_are_made_until_one_is_accepted_which_becomes_rows_and_messages
     card = (out / "README.md").read_text()
     assert "1 of 3 attempts at 1 tasks were accepted and kept" in card and "| `--max-samples` | `4` |" in card
     assert (out / "logs" / "node.log").stat().st_size and not processes_using(out)
+
+
+def test_settings_of_another_service_in_the_environment_are_not_those_of_its_own(
+    engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    """The old bug: the second group was held back for ever, for no trainer took the first; harnesses called the other service; no call
+    was recorded, for the embedded Redis has no replica."""
+    engine.script = lambda generation, index: Say("hello world")
+    another = {
+        "VERBATIM_URL": "http://127.0.0.1:9",
+        "VERBATIM_HARNESS_URL": "http://127.0.0.1:9",
+        "VERBATIM_CONTROL_PORT": "0",
+        "VERBATIM_REDIS": "redis://127.0.0.1:9",
+        "VERBATIM_REDIS_WAIT_REPLICAS": "1",
+        "VERBATIM_REDIS_WAIT_AOF": "true",
+        "VERBATIM_MAX_UNDELIVERED_GROUPS": "1",
+        "VERBATIM_GROUPS_PER_VERSION": "1",
+        "VERBATIM_ADMISSION_STALENESS": "0",
+        "VERBATIM_RETAIN_WITHOUT_ARCHIVE": "true",
+        "VERBATIM_RETAIN_SECONDS": "0.001",
+    }
+    done = generate(tmp_path, engine, "--tasks", written(tmp_path / "tasks.jsonl", task("a"), task("b")), **another)
+    assert done.returncode == 0 and "2 accepted, 2 kept" in done.stderr, done.stderr
 
 
 def test_where_nothing_is_accepted_it_says_why_and_its_exit_code_is_not_0(engine: ScriptedEngine, tmp_path: Path) -> None:
