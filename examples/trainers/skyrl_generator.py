@@ -34,18 +34,24 @@ class VerbatimGenerator:
         self._trajectory_id_type = trajectory_id_type
         self._max_length = max_length
         self._exports = exports
-        self._began = False
+        self._step: int | None = None
 
     async def generate(self, input_batch: Any) -> dict[str, Any]:
-        """A GeneratorOutput of one step."""
-        batch = await asyncio.to_thread(self._steps.take, self._saved(input_batch))
+        """A GeneratorOutput of one step. Raises ValueError if SkyRL has not trained on the one before."""
+        batch = await asyncio.to_thread(self._steps.take, self._find_saved(input_batch["batch_metadata"].global_step))
         return generator_output(
             batch, self._trajectory_id_type, max_length=self._max_length, truncate=self._max_length is not None
         )
 
-    def _saved(self, input_batch: Any) -> Path | None:
+    def _find_saved(self, step: int) -> Path | None:
         """What SkyRL saved after the step before. The first step of a run has none: the engines serve what it starts from."""
-        began, self._began = self._began, True
-        if not began or self._exports is None:
+        before, self._step = self._step, step
+        if before == step:
+            raise ValueError(
+                f"SkyRL asked for step {step} again without training on the groups it has, which would now be acknowledged: set "
+                "trainer.algorithm.dynamic_sampling.type=null and trainer.eval_interval=-1. To leave out groups whose rewards are all "
+                "equal, set VERBATIM_ZERO_VARIANCE=drop for the service"
+            )
+        if before is None or self._exports is None:
             return None
-        return Path(self._exports) / f"global_step_{input_batch['batch_metadata'].global_step - 1}" / "policy"
+        return Path(self._exports) / f"global_step_{step - 1}" / "policy"

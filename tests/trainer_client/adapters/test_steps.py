@@ -191,3 +191,16 @@ def test_skyrls_generator_returns_a_step_and_publishes_what_was_saved_after_it(
     assert pushed(service) == [(8, "/shared/global_step_7/policy")]
     generator._steps.finish()
     assert ended(service) == ["/weights", "/weights", "l0/ack", "l1/ack", "l2/ack"]
+
+
+def test_skyrls_generator_acknowledges_nothing_when_a_step_is_asked_for_again(
+    service: ScriptedService, client: TrainerClient
+) -> None:
+    """SkyRL's dynamic sampling asks again without training. The old bug: the groups of the first time were acknowledged untrained."""
+    generator: Any = VerbatimGenerator(client, 2, recorded("skyrl.TrajectoryID"))
+    asked = {"prompts": [[]] * 2, "batch_metadata": SimpleNamespace(global_step=7)}
+    asyncio.run(generator.generate(asked))
+    with pytest.raises(ValueError, match=r"step 7 again .*dynamic_sampling\.type=null"):
+        asyncio.run(generator.generate(asked))
+    assert ended(service) == []
+    generator._steps.give_back()
