@@ -93,12 +93,11 @@ def generate(
                     api, wait = ArchiveApi(url), stop.wait
                     screen.report_needs(check_nodes(inputs, api))
                 else:
-                    trial = folder.data / "trial"
-                    screen.report_needs(asyncio.run(check_own_node(inputs, engine or [], out, trial, screen.say)))
+                    screen.report_needs(asyncio.run(check_own_node(inputs, engine or [], folder, screen.say)))
                     from cli.serving.own_service import OwnService
 
                     kinds, most = list_kinds(inputs), run or DEFAULT_RUN
-                    own = OwnService(engine or [], folder.data, folder.logs, stop.wait, screen.say, most, kinds)
+                    own = OwnService(engine or [], folder.data, folder.logs, stop.wait, screen.say, most, kinds, folder.id)
                     stack.enter_context(own)
                     api, wait = ArchiveApi(own.url, own.token), own.wait
                 stack.enter_context(api)

@@ -63,6 +63,14 @@ def node(
     memory_mb: Annotated[
         int | None, typer.Option(min=1, help="Memory for all rollouts together. Default: 90 % of this machine's.")
     ] = None,
+    service: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="What tells this service from others, if its URL differs from start to start: a node removes what an earlier node of "
+            "its name and service left. Default: the URL.",
+        ),
+    ] = None,
     runtimes: Annotated[
         list[str] | None,
         typer.Option(
@@ -126,6 +134,7 @@ def node(
             where,
             redis,
             name or socket.gethostname(),
+            service or where,
             settings,
             slots,
             data_dir,
@@ -154,12 +163,14 @@ async def _serve(
     harness_url: str,
     redis: str,
     name: str,
+    service: str,
     settings: NodeSettings,
     slots: Slots,
     data_dir: Path,
     wanted: list[str],
 ) -> None:
     from cli.rollout_store import RolloutConnection
+    from rollout.attempts import node_prefix
     from rollout.sessions import Judge, Sessions
     from rollout.stages import Capacity, Stages
     from rollout.steps import NodeParts
@@ -172,6 +183,7 @@ async def _serve(
     sessions = Sessions(control.url, control.token)
     parts = NodeParts(
         name=name,
+        prefix=node_prefix(name, service),
         url=harness_url,
         proxy=proxy,
         work=WorkStore(RolloutConnection(connection)),

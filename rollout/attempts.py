@@ -140,10 +140,10 @@ class RolloutFailed(Exception):
         self.look = look
 
 
-def node_prefix(node: str, url: str) -> str:
-    """The prefix of the names of a node's runtimes, by which a restarted node finds and removes what it left. `url` is the service's: nodes
-    of two services on one machine often have one name, the machine's."""
-    return f"vb-{_digest(f'{node} {url}', 10)}-"
+def node_prefix(node: str, service: str) -> str:
+    """The prefix of the names of a node's runtimes, by which a restarted node finds and removes what it left. `service` is the service's
+    URL, or whatever else identifies it on this machine: nodes of two services often have one name, the machine's."""
+    return f"vb-{_digest(f'{node} {service}', 10)}-"
 
 
 def runtime_name(prefix: str, attempt: AttemptId, what: str) -> str:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from rollout.attempts import Failure, RolloutFailed, node_prefix
+from rollout.attempts import Failure, RolloutFailed
 from rollout.harnesses.definition import Harness
 from rollout.harnesses.prepared import Endpoint, Prepared, home_variables, temporary_directory
 from rollout.logs import AttemptLogs
@@ -39,10 +39,12 @@ BUDGET_EXHAUSTED = "budget_exhausted"
 
 @dataclass(frozen=True, slots=True)
 class NodeParts:
-    """What a node gives its rollouts. `url` is the service as harnesses on this node call it, and `proxy` its host and port, the only
-    address a rollout reaches. `kinds` are the runtimes of this machine by name; `logs` is the folder of all attempts' logs."""
+    """What a node gives its rollouts. `prefix` is how the names of its runtimes begin (`node_prefix`). `url` is the service as harnesses on
+    this node call it, and `proxy` its host and port, the only address a rollout reaches. `kinds` are the runtimes of this machine by name;
+    `logs` is the folder of all attempts' logs."""
 
     name: str
+    prefix: str
     url: str
     proxy: ProxyAddress
     work: WorkStore
@@ -51,11 +53,6 @@ class NodeParts:
     stages: Stages
     kinds: Mapping[str, RuntimeKind]
     logs: Path
-
-    @property
-    def prefix(self) -> str:
-        """How the names of this node's runtimes begin."""
-        return node_prefix(self.name, self.url)
 
 
 async def carry_out(steps: Sequence[PrepareStep], runtime: Runtime, env: Mapping[str, str], logs: AttemptLogs) -> None:

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from uuid import uuid4
 
 from cli.checks import Check, check_disks, check_readable, check_runtimes
 from cli.control import Control
 from cli.doctor import check_engine
 from cli.generation.attempts import Input
-from rollout.attempts import AttemptId, RolloutFailed
+from cli.generation.folder import GenerationFolder
+from cli.serving.own_service import NODE_NAME
+from rollout.attempts import AttemptId, RolloutFailed, node_prefix, runtime_name
 from rollout.harnesses.catalogue import find_definition
 from rollout.logs import AttemptLogs
 from rollout.runtimes import catalogue
@@ -39,17 +40,17 @@ def _kinds_of(task: Input) -> set[str]:
 
 
 async def check_own_node(
-    inputs: Sequence[Input], engines: Sequence[str], out: Path, logs: Path, say: Callable[[str], object]
+    inputs: Sequence[Input], engines: Sequence[str], folder: GenerationFolder, say: Callable[[str], object]
 ) -> list[Check]:
     """For a service and a node of the generation's own. An engine that does not answer yet is only noted: it is waited for."""
     answers = [check_engine(url) for url in engines]
     checks = [
         each if each.state == "ok" else Check(each.about, "note", "it does not answer yet", each.advice) for each in answers
     ]
-    checks += [*check_disks(out), *check_readable(read_environment())]
+    checks += [*check_disks(folder.path), *check_readable(read_environment())]
     runtimes = await check_runtimes(list_kinds(inputs))
     working = [each.about.split()[-1] for each in runtimes if each.state != "fix"]
-    return [*checks, *runtimes, *await _check_harnesses(inputs, working, logs, say)]
+    return [*checks, *runtimes, *await _check_harnesses(inputs, working, folder, say)]
 
 
 def check_nodes(inputs: Sequence[Input], control: Control) -> list[Check]:
@@ -68,7 +69,7 @@ def check_nodes(inputs: Sequence[Input], control: Control) -> list[Check]:
 
 
 async def _check_harnesses(
-    inputs: Sequence[Input], kinds: Sequence[str], logs: Path, say: Callable[[str], object]
+    inputs: Sequence[Input], kinds: Sequence[str], folder: GenerationFolder, say: Callable[[str], object]
 ) -> list[Check]:
     """Install each input's harness in a runtime of its kind. Not tried are harnesses that run the task's own command, and inputs whose
     prepare steps may bring the harness."""
@@ -86,12 +87,12 @@ async def _check_harnesses(
             continue
         else:
             say(f"looking for {task.harness.name} in a runtime of kind {task.runtime.kind}")
-            checks.append(await _try_harness(each.number, task, logs))
+            checks.append(await _try_harness(each.number, task, folder))
         tried.add(key)
     return checks
 
 
-async def _try_harness(line: int, task: Task, folder: Path) -> Check:
+async def _try_harness(line: int, task: Task, folder: GenerationFolder) -> Check:
     about = f"harness {task.harness.name}"
     try:
         await _install(task, folder)
@@ -108,13 +109,15 @@ def _advise(task: Task) -> str:
     return f"this machine has {found}: name what it needs in VERBATIM_LOCAL_READABLE, and its folder in VERBATIM_LOCAL_PATH"
 
 
-async def _install(task: Task, folder: Path) -> None:
-    name = f"trial-{uuid4().hex[:12]}"
-    logs = AttemptLogs("generate", folder, AttemptId(name, 0, 1))
+async def _install(task: Task, folder: GenerationFolder) -> None:
+    trial = AttemptId(f"trial-{uuid4().hex[:12]}", 0, 1)
+    logs = AttemptLogs(NODE_NAME, folder.data / "trial", trial)
     logs.make()
+    # The node's own prefix: it removes what a killed trial leaves.
+    prefix = node_prefix(NODE_NAME, folder.id)
     kind, definition = catalogue.load(task.runtime.kind), find_definition(task.harness)
-    installed = await install_harness(kind, task, definition, f"{name}-i", NOWHERE, logs)
-    runtime = kind.make(installed.spec, f"{name}-r", NOWHERE)
+    installed = await install_harness(kind, task, definition, runtime_name(prefix, trial, "i"), NOWHERE, logs)
+    runtime = kind.make(installed.spec, runtime_name(prefix, trial, "r"), NOWHERE)
     await runtime.start()
     try:
         await HarnessRun(definition, task, runtime, logs, installed.failure).install()

@@ -24,6 +24,7 @@ READY_SECONDS = 300.0
 """How long the service may take to start, and then its engines to answer."""
 STOP_SECONDS = 60.0
 POLL_SECONDS = 0.1
+NODE_NAME = "generate"
 INHERITED_VARIABLES = re.compile(
     r"""
     (?!VERBATIM_) .*
@@ -56,7 +57,8 @@ os.execv(sys.executable, [sys.executable, "-m", "cli.main", *sys.argv[2:]])
 
 
 class OwnService:
-    """Runs inside its `with` block, with a node of `run` harnesses at once unless `run` is 0.
+    """Runs inside its `with` block, with a node of `run` harnesses at once unless `run` is 0. By `identity` the node finds the runtimes
+    that an earlier one left: the service's URL is another at every start.
 
     While it starts, `wait` is called to sleep; once that returns True the start is abandoned. `say` receives what it waits for.
     Raises `Refusal` if it cannot start."""
@@ -70,6 +72,7 @@ class OwnService:
         say: Callable[[str], object],
         run: int = 0,
         runtimes: Sequence[str] = (),
+        identity: str = "",
     ) -> None:
         self.token = mint_token()
         self.url = ""
@@ -80,6 +83,7 @@ class OwnService:
         self._say = say
         self._run = run
         self._runtimes = runtimes
+        self._identity = identity
         self._lacks = ""
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._started = ExitStack()
@@ -119,7 +123,8 @@ class OwnService:
         self._await(lambda: self._read_url(output), "verbatim serve did not start")
         self._await(self._is_ready, f"no engine answers at {', '.join(self._engines)} (start it, or correct --engine)")
         if self._run:
-            place = ["--redis", redis_url, "--url", self.url, "--data-dir", str(self._folder / "node"), "--name", "generate"]
+            place = ["--redis", redis_url, "--url", self.url, "--data-dir", str(self._folder / "node")]
+            place += ["--name", NODE_NAME, "--service", self._identity]
             slots = ["--run", str(self._run), "--ready", "1", "--evaluate", str(self._run), "--drain-seconds", "0"]
             kinds = [word for kind in self._runtimes for word in ("--runtime", kind)]
             self._launch(stack, self._logs / "node.log", "node", *place, *slots, *kinds)

@@ -13,8 +13,8 @@ tests/rollout/runtimes/test_contract.py holds every kind to these rules:
 - `stop` ends and removes everything. It may be called at any time and repeatedly, and `RuntimeKind.sweep` does the same from another
   process: a killed node leaves nothing behind for good.
 
-Errors: `RuntimeFailed` is every failure of the runtime itself, as opposed to the command; `DiskFull`, `NoRoom` and `NetworkRefused` are three
-of them. `BadRuntime` is an invalid spec.
+Errors: `RuntimeFailed` is every failure of the runtime itself, as opposed to the command; `DiskFull`, `NoRoom` and `NetworkRefused` are
+three of them. `BadRuntime` is an invalid spec.
 """
 
 from __future__ import annotations

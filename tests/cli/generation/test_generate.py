@@ -81,6 +81,11 @@ def stopped(tmp_path: Path, once: str, *given: str) -> str:
     return stderr()
 
 
+def left_behind(tmp_path: Path) -> list[str]:
+    """The names of runtimes that have files."""
+    return sorted(path.name for path in (tmp_path / "runtimes").glob("*"))
+
+
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -215,6 +220,40 @@ def test_what_was_stopped_is_taken_up_where_it_was(engine: ScriptedEngine, tmp_p
     assert len(engine.generations) == 2
 
 
+def test_what_a_killed_trial_and_a_killed_node_left_is_removed_by_the_same_command(
+    engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    """The old bug: the next node, whose service has another port, did not know the runtimes for its own, and they stayed for ever."""
+    engine.script = lambda generation, index: Say("hello world")
+    agent, begun, go = tmp_path / "agent", tmp_path / "begun", tmp_path / "go"
+    install = (
+        f"printf '#!/bin/sh\\nexec sh -c \"$1\"\\n' > {agent}; touch {begun}; test -e {go} || sleep 3600; chmod +x {agent}"
+    )
+    harness = {"name": "mine", "definition": {**MISSING, "argv": [str(agent), "{prompt}"], "install": [install]}}
+    ask = f"touch {begun}; test -e {go} || sleep 3600\n{ASK}"
+    file = written(tmp_path / "tasks.jsonl", task("a", harness=harness, instruction=ask))
+    given = ("generate", "--tasks", file, "--engine", engine.url, "--out", str(tmp_path / "out"))
+
+    def kill(find: Callable[[int], list[int]]) -> list[str]:
+        """What is left once the harness is installed, or runs, and the processes are killed that `find` finds."""
+        begun.unlink(missing_ok=True)
+        with ForkedVerbatim(given, env=environment(**variables(tmp_path)), stderr=subprocess.DEVNULL) as process:
+            wait_until(begun.exists, SECONDS, "the harness is installed, or runs")
+            for pid in find(process.pid):
+                os.kill(pid, signal.SIGKILL)
+            process.wait(SECONDS)
+        return left_behind(tmp_path)
+
+    of_trial = kill(lambda command: [command])
+    agent.chmod(0o755)
+    of_node = kill(lambda _: processes_using(tmp_path / "out" / "logs"))
+    assert of_trial and of_node
+    go.touch()
+    done = verbatim(*given, timeout_seconds=SECONDS, **variables(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert left_behind(tmp_path) == []
+
+
 def test_an_accepted_reply_that_was_truncated_is_told_as_such(engine: ScriptedEngine, tmp_path: Path) -> None:
     """The old bug: chat.jsonl held half a reply as if it were whole, and nothing said so."""
     engine.script = lambda generation, index: Say("hello world", finish_reason="length")
@@ -336,7 +375,7 @@ def test_a_harness_that_is_missing_is_told_once_before_anything_is_started(
     done = verbatim("generate", *given, timeout_seconds=SECONDS, **variables(tmp_path))
     assert done.returncode == 1 and "waiting" not in done.stderr, done.stderr
     assert done.stderr.count(told) == done.stderr.count("no-such-harness' in the runtime") == 1, done.stderr
-    assert not processes_using(tmp_path / "out") and not list((tmp_path / "runtimes").glob("trial*"))
+    assert not processes_using(tmp_path / "out") and not left_behind(tmp_path)
 
 
 def test_a_harness_that_a_sandbox_does_not_see_is_told_with_where_it_is(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from cli.rollout_store import RolloutConnection
 from proxy.store.connection import StoreConnection
-from rollout.attempts import ENDED, RolloutState
+from rollout.attempts import ENDED, RolloutState, node_prefix
 from rollout.node import Node, NodeSettings
 from rollout.runtimes.base import ProxyAddress, RuntimeKind
 from rollout.runtimes.local.runtime import LocalKind
@@ -139,6 +139,7 @@ class World:
             kind = LocalKind(RuntimeSettings(local_dir=self.folder / "runtimes", local_path=SYSTEM_PATH))
             parts = NodeParts(
                 name=name,
+                prefix=node_prefix(name, self.service.url),
                 url=self.service.url,
                 proxy=ProxyAddress("127.0.0.1", urlsplit(self.service.url).port or 0),
                 work=WorkStore(RolloutConnection(connection)),

@@ -13,11 +13,11 @@ import pytest_asyncio
 
 from rollout.attempts import AttemptId, Failure, RolloutFailed
 from rollout.harnesses.catalogue import find_definition
+from rollout.logs import AttemptLogs
 from rollout.runtimes import disk
 from rollout.runtimes.base import BadRuntime, Logs, ProxyAddress, Runtime, RuntimeFailed
 from rollout.runtimes.container.apptainer import ApptainerKind
 from rollout.runtimes.settings import RuntimeSettings, read_environment
-from rollout.logs import AttemptLogs
 from rollout.steps import HarnessRun
 from rollout.task import HarnessSpec, RuntimeSpec
 from tests.support.runtimes.apptainer_command import calls, in_instances

@@ -17,6 +17,7 @@ from referencing import Registry, Resource
 
 from rollout.attempts import AttemptId, Failure, RolloutFailed
 from rollout.harnesses.catalogue import find_definition
+from rollout.logs import AttemptLogs
 from rollout.runtimes.base import BadRuntime, DiskFull, Logs, NoRoom, ProxyAddress, RuntimeFailed
 from rollout.runtimes.kubernetes import cluster as module
 from rollout.runtimes.kubernetes import exec, network
@@ -24,7 +25,6 @@ from rollout.runtimes.kubernetes.cluster import load_cluster
 from rollout.runtimes.kubernetes.exec import parse_exit_code
 from rollout.runtimes.kubernetes.manifest import Owner, PodSettings, ResolvedProxy, make_labels, make_manifest
 from rollout.runtimes.settings import PodFields, RuntimeSettings, read_environment
-from rollout.logs import AttemptLogs
 from rollout.steps import HarnessRun
 from rollout.task import HarnessSpec, RuntimeSpec
 from tests.support.runtimes.kube_cluster import TestCluster, cluster, in_pods, kubeconfig
