@@ -184,9 +184,8 @@ def _vocabulary(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
 
 
 def _save(directory: Path, model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
-    model.generation_config = GenerationConfig(
-        eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id], pad_token_id=tokenizer.pad_token_id
-    )
+    # A reply that ends with the padding token could not be continued: in the template a turn ends with the other one.
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.to(torch.float32).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
