@@ -6,6 +6,7 @@ import asyncio
 import struct
 import threading
 from contextlib import suppress
+from pathlib import Path
 from socket import SO_LINGER, SOL_SOCKET
 from typing import Self
 from urllib.parse import urlsplit
@@ -76,11 +77,29 @@ class BreakingWire:
                 self.broke = True
                 sink.write(piece[: piece.find(self._mark) if self._mark in piece else 0])
                 await sink.drain()
-                await asyncio.sleep(0.05)
+                await _until_read(sink)
                 sink.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_LINGER, struct.pack("ii", 1, 0))
                 return
             sink.write(piece)
             await sink.drain()
+
+
+async def _until_read(sink: asyncio.StreamWriter) -> None:
+    """Until the agent has read what it was sent: data and a reset that arrive together look like a proper end to Node.js (libuv's
+    `uv__stream_io`), after which some agents do not try again."""
+    near = sink.get_extra_info("socket")
+    async with asyncio.timeout(60):
+        while sink.transport.get_write_buffer_size() or _count_unread(near.getpeername()[1], near.getsockname()[1]):
+            await asyncio.sleep(0.02)
+
+
+def _count_unread(local: int, remote: int) -> int:
+    """Bytes that wait in the socket at port `local` that is connected to port `remote` (proc_net_tcp in Linux's documentation)."""
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, *ends, _, queues = line.split()[:5]
+        if [int(end.rpartition(":")[2], 16) for end in ends] == [local, remote]:
+            return int(queues.partition(":")[2], 16)
+    return 0
 
 
 async def _forward(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
