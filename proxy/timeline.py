@@ -344,7 +344,7 @@ class Inflight:
     def __len__(self) -> int:
         return sum(len(scopes) for scopes in self._scopes.values())
 
-    def sessions_of_calls(self) -> dict[str, str]:
+    def list_running(self) -> dict[str, str]:
         """The session of each call, by its id."""
         return {scope.call_id: session_id for session_id, scopes in self._scopes.items() for scope in scopes}
 

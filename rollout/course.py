@@ -370,8 +370,7 @@ async def close_member(
     """Close the session with the verdict, unless the service refuses that for good. May be repeated. Raises `SessionFailed`.
 
     A rollout that failed before it had a session gets an empty one, so that its group does not wait for it; while the service holds new
-    sessions back, `wait` or raise `HeldBack`. The session of a successful
-    rollout can only be missing because someone deleted it."""
+    sessions back, `wait` or raise `HeldBack`. The session of a successful rollout can only be missing because someone deleted it."""
     try:
         try:
             await _close(sessions, session_id, verdict)

@@ -72,7 +72,7 @@ class Peers:
     async def in_flight(self, intents: Collection[Intent]) -> set[str]:
         """The ids of those calls that are under way somewhere."""
         alive = await self._store.find_alive({intent.process for intent in intents} - {"", self.process})
-        here = self._inflight.sessions_of_calls()
+        here = self._inflight.list_running()
         return {
             intent.call_id
             for intent in intents
@@ -104,8 +104,9 @@ class Peers:
         while True:
             with _kept_going("beat"):
                 await self._store.beat(self.process, LIFE_SECONDS)
-                await self._sessions.disown(self._inflight.sessions_of_calls())
-                await self._sessions.keep_active(self._inflight.sessions_of_calls())
+                running = self._inflight.list_running()
+                await self._sessions.disown(running)
+                await self._sessions.keep_active(running)
                 await asyncio.sleep(BEAT_SECONDS - RETRY_SECONDS)
             await asyncio.sleep(RETRY_SECONDS)
 

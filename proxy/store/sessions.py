@@ -84,8 +84,7 @@ class SessionStore:
 
     async def begin_delete(self, session_id: str) -> None:
         """From here on no fork of it is opened. Raises `Conflict` while forks replay it."""
-        parts = (keys.state(session_id), keys.forks(session_id))
-        if not await self._redis.run(Script.read("begin_delete"), parts):
+        if not await self._run("begin_delete", (keys.state(session_id), keys.forks(session_id))):
             raise Conflict(f"session {session_id} is replayed by forks: delete them first")
 
     async def call_off_delete(self, session_id: str) -> None:
@@ -189,14 +188,7 @@ class SessionStore:
         frozen or deleted meanwhile; one that is `closing` still takes the calls in flight."""
         answers = self._answers.encode(session_id)
         parts = (*_state_and_calls(session_id), keys.index(session_id), keys.intents(session_id), *_answers_of(session_id))
-        args: list[Argument] = [
-            _number(created_at),
-            intent_id,
-            self._now(),
-            str(size_bytes),
-            self._process,
-            len(records),
-        ]
+        args: list[Argument] = [_number(created_at), intent_id, self._now(), str(size_bytes), self._process, len(records)]
         for call_id, record in records.items():
             args += (call_id, digest(record), record)
         args += answers

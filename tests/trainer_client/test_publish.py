@@ -226,10 +226,10 @@ def test_another_model_has_a_version_line_of_its_own(service: ScriptedService, c
     assert pushes(service) == [{"version": 8, "path": path, "kind": "full", "mode": "keep", "model": "critic"}]
 
 
-def served(version: int, *paths: tuple[int, str, Path]) -> dict[str, Any]:
-    """A version line: what `GET /weights` says of a model. `paths`: version, kind and path of its pushes, the newest first."""
-    history = [{"version": number, "kind": kind, "path": str(path)} for number, kind, path in paths]
-    return {"current": history[0] if history else {"version": version}, "history": history, "replicas": {}}
+def served(*pushed: tuple[int, str, Path]) -> dict[str, Any]:
+    """A version line: what `GET /weights` says of a model after these pushes, the newest first: version, kind and path of each."""
+    history = [{"version": version, "kind": kind, "path": str(path)} for version, kind, path in pushed]
+    return {"current": history[0], "history": history, "replicas": {}}
 
 
 def test_a_checkpoint_that_another_model_serves_is_not_replaced(
@@ -237,7 +237,7 @@ def test_a_checkpoint_that_another_model_serves_is_not_replaced(
 ) -> None:
     """Its engines would have been given the critic's weights under the policy's label."""
     folder = write_weights(small_state(), tmp_path, 7)
-    policy, critic = served(7, (7, "full", folder)), served(6, (6, "full", tmp_path / "version-6"))
+    policy, critic = served((7, "full", folder)), served((6, "full", tmp_path / "version-6"))
     service.script(CURRENT, json_answer({**policy, "models": {"critic": critic}}))
     with pytest.raises(UnpublishableWeights, match=r"version-7 holds weights of the default model .* its own directory"):
         client.publish({"a": torch.zeros(4)}, 7, directory=tmp_path, model="critic")
@@ -251,8 +251,8 @@ def test_what_an_engine_may_still_be_given_is_not_removed(
     for version in range(1, 9):
         (tmp_path / f"version-{version}").mkdir()
     pushed_adapters = [(version, "lora", tmp_path / f"version-{version}") for version in (8, 6, 4)]
-    policy = served(8, *pushed_adapters, (2, "full", tmp_path / "version-2"), (1, "full", tmp_path / "version-1"))
-    critic = served(3, (3, "full", tmp_path / "version-3"))
+    policy = served(*pushed_adapters, (2, "full", tmp_path / "version-2"), (1, "full", tmp_path / "version-1"))
+    critic = served((3, "full", tmp_path / "version-3"))
     service.script(CURRENT, json_answer({**policy, "models": {"critic": critic}}))
     client.publish(tmp_path / "version-8", 8, kind="lora", directory=tmp_path, keep_last=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["version-2", "version-3", "version-8"]

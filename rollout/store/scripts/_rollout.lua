@@ -202,10 +202,16 @@ local function status_of(task, index, attempt, node)
   return found[3]
 end
 
--- The same for a step that requeues the rollout, which removes the node: repeated, it finds 'queued'.
-local function status_of_or_queued(task, index, attempt, node)
+-- The same for a step that requeues the rollout: 'queued' if the step is repeated, for it removes the node; nil, too, for a rollout that has
+-- ended or has a verdict.
+local function status_to_requeue(task, index, attempt, node)
   local was = status_of(task, index, attempt, '')
-  return was == 'queued' and was or status_of(task, index, attempt, node)
+  if was == 'queued' then
+    affirm()
+    return was
+  end
+  was = status_of(task, index, attempt, node)
+  return was and not ENDED[was] and was ~= 'concluding' and was or nil
 end
 
 local function end_task(task, status, now)

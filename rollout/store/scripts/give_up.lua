@@ -3,13 +3,9 @@
 -- Returns 'again', 'over' when its attempts are used up, or 'lost' when the rollout is not the attempt's.
 local task, index, node, now = ARGV[1], ARGV[2], ARGV[4], ARGV[5]
 local key = rollout_key(task, index)
-local was = status_of_or_queued(task, index, ARGV[3], node)
-if not was or ENDED[was] or was == 'concluding' then
-  return 'lost'
-end
-if was == 'queued' then
-  affirm()
-  return 'again'
+local was = status_to_requeue(task, index, ARGV[3], node)
+if not was or was == 'queued' then
+  return was and 'again' or 'lost'
 end
 if ARGV[9] == '1' then
   redis.call('HINCRBY', key, 'spared', 1)

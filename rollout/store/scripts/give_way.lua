@@ -29,13 +29,9 @@ local function prefer_any()
   return false
 end
 
-local was = status_of_or_queued(task, index, ARGV[3], node)
-if not was or ENDED[was] or was == 'concluding' then
-  return 'lost'
-end
-if was == 'queued' then
-  affirm()
-  return 'queued'
+local was = status_to_requeue(task, index, ARGV[3], node)
+if not was or was == 'queued' then
+  return was or 'lost'
 end
 if not prefer_any() then
   return 'kept'

@@ -382,7 +382,7 @@ async def test_what_the_store_could_not_be_told_is_settled_later(own: Services, 
     async with process(redis_kind.url) as other:
         await until_it_beats(other, own.peers.process)
         assert await other.peers.in_flight(await other.sessions.load_intents("s")) == {"lost"}
-        await own.sessions.disown(own.inflight.sessions_of_calls())
+        await own.sessions.disown(own.inflight.list_running())
         assert await other.peers.in_flight(await other.sessions.load_intents("s")) == set()
         assert [left.call_id for left in await other.sessions.load_intents("s")] == ["lost"]
 
@@ -397,7 +397,7 @@ async def test_a_call_that_begins_while_others_are_settled_keeps_its_intent(own:
         own.inflight.enter(CancelScope("s", "c2"))
         await own.sessions.begin("s", 1, intent("c2"))
 
-    await asyncio.gather(own.sessions.disown(own.inflight.sessions_of_calls()), begin())
+    await asyncio.gather(own.sessions.disown(own.inflight.list_running()), begin())
     assert [(left.call_id, left.process) for left in await own.sessions.load_intents("s")] == [("c2", own.peers.process)]
     assert await own.sessions.load_delivered("s") == {"c1"}
 

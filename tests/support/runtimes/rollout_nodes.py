@@ -6,21 +6,23 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from cli.rollout_store import RolloutConnection
 from proxy.store.connection import StoreConnection
-from rollout.attempts import ENDED, RolloutState, node_prefix
+from rollout.attempts import ENDED, AttemptId, RolloutState, node_prefix
+from rollout.harnesses.catalogue import find_definition
+from rollout.logs import AttemptLogs
 from rollout.node import Node, NodeSettings
-from rollout.runtimes.base import ProxyAddress, RuntimeKind
+from rollout.runtimes.base import ProxyAddress, Runtime, RuntimeKind
 from rollout.runtimes.local.runtime import LocalKind
 from rollout.runtimes.settings import SYSTEM_PATH, RuntimeSettings
 from rollout.sessions import Judge, Sessions
 from rollout.stages import Capacity, Slots, Stages
-from rollout.steps import NodeParts
+from rollout.steps import HarnessRun, NodeParts
 from rollout.store import keys
 from rollout.store.tasks import TaskStore
 from rollout.store.work import WorkStore
@@ -54,6 +56,13 @@ def a_task(task_id: str = "t", instruction: str = ASK, **fields: Any) -> Task:
     scored = EvaluatorSpec("command", {"command": "grep -q 'hello world' said.txt"}, fresh_runtime=False)
     given = {"evaluator": scored, "runtime": unsandboxed(), "budgets": Budgets(agent=60, total=120), **fields}
     return Task(task_id=task_id, instruction=instruction, harness=HarnessSpec("shell"), **given)
+
+
+async def install_what_lacks(runtime: Runtime, folder: Path) -> None:
+    """Install a harness `lacking` that the runtime does not have and that would have to be downloaded; its logs go to the folder."""
+    definition = {"description": "lacks", "dialect": "chat", "argv": ["no-such-agent"], "install": ["fetch no-such-agent"]}
+    task = replace(a_task(), harness=HarnessSpec("lacking", definition))
+    await HarnessRun(find_definition(task.harness), task, runtime, AttemptLogs("n", folder, AttemptId("t", 0, 1))).install()
 
 
 _SILENT = """

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from rollout.attempts import AttemptId, Failure, RolloutFailed
-from rollout.harnesses.catalogue import find_definition
-from rollout.logs import AttemptLogs
+from rollout.attempts import Failure, RolloutFailed
 from rollout.runtimes import disk
 from rollout.runtimes.base import BadRuntime, Logs, ProxyAddress, Runtime, RuntimeFailed
 from rollout.runtimes.container.apptainer import ApptainerKind
 from rollout.runtimes.settings import RuntimeSettings, read_environment
-from rollout.steps import HarnessRun
-from rollout.task import HarnessSpec, RuntimeSpec
+from rollout.task import RuntimeSpec
 from tests.support.runtimes.apptainer_command import calls, in_instances
-from tests.support.runtimes.rollout_nodes import a_task
+from tests.support.runtimes.rollout_nodes import install_what_lacks
 from tests.support.runtimes.runtime_places import NOWHERE, SECONDS, Place, out, python, shell
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -92,16 +89,8 @@ async def test_a_harness_that_is_not_in_the_image_of_an_instance_and_cannot_be_f
     started: Started, tmp_path: Path
 ) -> None:
     """The old bug: a broken runtime, three attempts of it, and no word of the harness."""
-    definition = {
-        "description": "is not there",
-        "dialect": "chat",
-        "argv": ["no-such-agent"],
-        "install": ["fetch no-such-agent"],
-    }
-    task = replace(a_task(), harness=HarnessSpec("lacking", definition))
-    logs = AttemptLogs("n", tmp_path, AttemptId("t", 0, 1))
     with pytest.raises(RolloutFailed, match=r"lacking: .* use an image that has it") as failed:
-        await HarnessRun(find_definition(task.harness), task, started.runtime, logs).install()
+        await install_what_lacks(started.runtime, tmp_path)
     assert failed.value.failure is Failure.HARNESS_MISSING
 
 

@@ -15,9 +15,7 @@ from jsonschema import Draft202012Validator
 from kubernetes_validate.utils import schema_contents
 from referencing import Registry, Resource
 
-from rollout.attempts import AttemptId, Failure, RolloutFailed
-from rollout.harnesses.catalogue import find_definition
-from rollout.logs import AttemptLogs
+from rollout.attempts import Failure, RolloutFailed
 from rollout.runtimes.base import BadRuntime, DiskFull, Logs, NoRoom, ProxyAddress, RuntimeFailed
 from rollout.runtimes.kubernetes import cluster as module
 from rollout.runtimes.kubernetes import exec, network
@@ -25,10 +23,9 @@ from rollout.runtimes.kubernetes.cluster import load_cluster
 from rollout.runtimes.kubernetes.exec import parse_exit_code
 from rollout.runtimes.kubernetes.manifest import Owner, PodSettings, ResolvedProxy, make_labels, make_manifest
 from rollout.runtimes.settings import PodFields, RuntimeSettings, read_environment
-from rollout.steps import HarnessRun
-from rollout.task import HarnessSpec, RuntimeSpec
+from rollout.task import RuntimeSpec
 from tests.support.runtimes.kube_cluster import TestCluster, cluster, in_pods, kubeconfig
-from tests.support.runtimes.rollout_nodes import a_task
+from tests.support.runtimes.rollout_nodes import install_what_lacks
 from tests.support.runtimes.runtime_places import NOWHERE, out, shell
 
 SPEC = RuntimeSpec(kind="kubernetes", image="debian:12", cpus=0.5, memory_mb=512, disk_mb=2048)
@@ -346,17 +343,9 @@ async def test_a_step_cannot_have_another_network_than_its_pod() -> None:
 
 async def test_a_harness_that_is_not_in_the_image_of_a_pod_and_cannot_be_fetched_is_missing(tmp_path: Path) -> None:
     """The old bug: a broken runtime, three attempts of it, and no word of the harness."""
-    definition = {
-        "description": "is not there",
-        "dialect": "chat",
-        "argv": ["no-such-agent"],
-        "install": ["fetch no-such-agent"],
-    }
-    task = replace(a_task(), harness=HarnessSpec("lacking", definition))
-    logs = AttemptLogs("n", tmp_path, AttemptId("t", 0, 1))
     async with in_pods().started() as runtime:
         with pytest.raises(RolloutFailed, match=r"lacking: .* use an image that has it") as failed:
-            await HarnessRun(find_definition(task.harness), task, runtime, logs).install()
+            await install_what_lacks(runtime, tmp_path)
     assert failed.value.failure is Failure.HARNESS_MISSING
 
 
