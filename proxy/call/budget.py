@@ -16,7 +16,7 @@ from proxy.call.turn import Turn
 from proxy.errors import BudgetExhausted
 from proxy.store.states import SessionInfo
 from proxy.timeline import CancelScope
-from reconstruct.records import Forest, order_key
+from reconstruct.records import NOT_CHOSEN, Forest, order_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +89,15 @@ def exhaust_total(turn: Turn) -> BudgetExhausted:
 
 
 def cut_call(info: SessionInfo, forest: Forest, refused: bool) -> str | None:
-    """The last call of a session that its budget ended, None for any other; `refused`: a call was refused for it.
+    """The last call of a session that its budget ended, None for any other; `refused`: a call was refused for it. A candidate that no
+    harness saw is not the last.
 
     Where nobody tells of a refusal, a session whose budget is spent and whose last reply calls for another turn was ended by it."""
-    if not info.has_budget or not forest.calls:
+    if not info.has_budget:
         return None
-    last = max(forest.calls.values(), key=order_key)
+    last = max((call for call in forest.calls.values() if call.quarantine_reason != NOT_CHOSEN), key=order_key, default=None)
+    if last is None:
+        return None
     goes_on = last.finish_reason in ("tool_calls", "length") and bool(Left.of(info, forest).spent)
     return last.call_id if refused or goes_on else None
 

@@ -289,6 +289,21 @@ def test_a_budget_counts_every_candidate(engine: ScriptedEngine, token_service: 
     assert all(call["sampling"]["max_tokens"] == 10 for call in tokens.calls)
 
 
+def test_a_run_that_looked_ahead_is_cut_by_its_budget_as_any_other(
+    engine: ScriptedEngine, token_service: RunningService
+) -> None:
+    for _ in range(3):
+        session = token_service.session(lookahead=THREE, max_calls=3)
+        session.ask("q")
+        with pytest.raises(AuthenticationError, match="max_calls: 3"):
+            session.ask("r")
+        assert [(row["finish_reason"], row["truncated"]) for row in session.trajectories()[0]] == [("budget", True)]
+    call_tools(engine)
+    session = token_service.session(lookahead=THREE, max_calls=3)
+    session.ask("q", tools=TOOLS)
+    assert [(row["finish_reason"], row["truncated"]) for row in session.trajectories()[0]] == [("budget", True)]
+
+
 @pytest.mark.parametrize(
     ("lookahead", "said"),
     [
