@@ -194,8 +194,10 @@ def write_pairs(reader: ArchiveReader, file: Path) -> int:
                 # The column `problem` tells of a damaged one.
                 with suppress(DecodeError):
                     calls.append(decode(record))
-            forest = settle(call for call in calls if call.session_id == session_id).forest
+            forest = settle(calls).forest
             for pair in find_preferences(forest):
+                if pair.chosen.session_id != session_id:
+                    continue
                 prompt_ids = forest.prompt_ids(pair.chosen.call_id).tolist()
                 line = {"session_id": session_id, "prompt": messages_of(pair.chosen, forest), "prompt_ids": prompt_ids}
                 for name, call in (("chosen", pair.chosen), ("rejected", pair.rejected)):

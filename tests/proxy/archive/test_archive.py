@@ -282,6 +282,30 @@ def test_an_export_has_the_preference_pairs_of_lookaheads(
         assert (line["prompt"], line["session_id"]) == ([{"role": "user", "content": "q"}], session.session_id)
 
 
+def test_a_fork_has_the_pairs_that_it_sampled_after_what_it_replays(
+    service: RunningService, engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    origin = service.session(lookahead={"n": 2}, group_id="origins")
+    engine.say("one", "other", "this", "that")
+    asked: list[Any] = [{"role": "user", "content": "q"}]
+    asked += [origin.answer(asked), {"role": "user", "content": "r"}]
+    fork = service.session(replay={"session_id": origin.session_id, "until": 1}, lookahead={"n": 2}, group_id="forks")
+    assert fork.answer("q") == asked[1]
+    fork.ask(asked)
+    replayed, *sampled = fork.calls
+    for session in (origin, fork):
+        session.close("failed")
+    file = tmp_path / "pairs.jsonl"
+    export(service, tmp_path / "forks", "--format", "jsonl", "--group", "forks", "--pairs", str(file))
+    (line,) = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert line["prompt"] == asked and line["prompt_ids"] == sampled[0]["prompt_ids"]
+    assert {line["chosen_call_id"], line["rejected_call_id"]} == {call["call_id"] for call in sampled}
+    export(service, tmp_path / "all", "--format", "jsonl", "--pairs", str(file))
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    owners = {line["session_id"]: line["chosen_call_id"] for line in lines}
+    assert len(lines) == 2 and owners[origin.session_id] == replayed["call_id"]
+
+
 def test_an_exported_fork_is_whole(
     service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
 ) -> None:
