@@ -21,7 +21,7 @@ from proxy.dialects.base import HistoryMessage, Request
 from proxy.engine.apis.renderer import Tokenizer
 from reconstruct.messages import digest_message, root_key
 from reconstruct.prompt import IDS_UNKNOWN
-from reconstruct.records import Call, Ids, order_key, pack_ids, shared_length
+from reconstruct.records import NOT_CHOSEN, Call, Ids, order_key, pack_ids, shared_length
 
 _decode = msgspec.json.decode
 
@@ -30,7 +30,8 @@ def prompt_continuation(tree: SessionTree, request: Request, policy: str = "") -
     """The call that the prompt, which `policy` is to answer, goes on from; the request's history is told accordingly."""
     root = root_key(request.model, (), {}, policy)
     prompt = request.prompt or ""
-    calls = [call for call in tree.forest.calls.values() if call.dialect == request.dialect and call.root_key == root]
+    of_root = (call for call in tree.forest.calls.values() if call.dialect == request.dialect and call.root_key == root)
+    calls = [call for call in of_root if call.quarantine_reason != NOT_CHOSEN]
     parent = _by_text(tree, calls, prompt) if isinstance(prompt, str) else _by_ids(tree, calls, pack_ids(prompt))
     known = 0
     if parent is not None:

@@ -157,6 +157,32 @@ def test_what_follows_goes_on_from_the_chosen_one_also_where_another_said_the_sa
     assert calls[3]["prompt_ids"][: len(calls[0]["prompt_ids"])] == calls[0]["prompt_ids"]
 
 
+@pytest.mark.parametrize("others", ["the same", "the same and then"])
+def test_a_text_goes_on_from_the_chosen_candidate_also_where_another_said_the_same_or_more(
+    engine: ScriptedEngine, token_service: RunningService, chooser: Chooser, others: str
+) -> None:
+    engine.say("the same", others, others)
+    chooser.choices += [0, 0]
+    session = token_service.session(lookahead={"n": 3, "choose": "http", "url": chooser.url})
+    said = session.client.completions.create(model="policy", prompt="q", max_tokens=9).choices[0].text
+    session.client.completions.create(model="policy", prompt=f"q{said} and then?", max_tokens=9)
+    calls = session.calls
+    assert {call["parent_id"] for call in calls[3:]} == {calls[0]["call_id"]}
+
+
+def test_ids_go_on_from_the_chosen_candidate_in_one_row(
+    engine: ScriptedEngine, token_service: RunningService, chooser: Chooser
+) -> None:
+    engine.say("the same", "the same", "the same")
+    chooser.choices += [0, 0]
+    session = token_service.session(lookahead={"n": 3, "choose": "http", "url": chooser.url})
+    session.client.completions.create(model="policy", prompt="q", max_tokens=9)
+    said = session.calls[0]["prompt_ids"] + session.calls[0]["completion_ids"]
+    session.client.completions.create(model="policy", prompt=[*said, 7, 8], max_tokens=9)
+    (row,) = session.trajectories()[0]
+    assert row["call_ids"] == [call["call_id"] for call in session.calls if call["lookahead"] == "chosen"]
+
+
 def test_a_harness_that_asks_for_several_choices_gets_them_and_a_role_can_be_left_out(
     engine: ScriptedEngine, token_service: RunningService
 ) -> None:
