@@ -57,8 +57,8 @@ class ArchiveApi(Control):
         rows = self.get_packed(f"{path}/trajectories", absent=(404, 500), builder=builder)
         if rows == 404:
             return None
-        # A service of an earlier version sends no log and no images.
-        rest: dict[str, Any] = {"log": page.get("log", "")}
+        # A service of an earlier version sends no log, no images and no call that was not served.
+        rest: dict[str, Any] = {"log": page.get("log", ""), "unserved": page.get("unserved")}
         try:
             rest["media"] = {digest: self._request("GET", f"{path}/media/{digest}").content for digest in page.get("media", ())}
         except Declined as declined:
@@ -82,6 +82,7 @@ class ArchiveApi(Control):
             if last:
                 body |= {"delivered": list(session.delivered), "intents": list(session.intents), "deliver": deliver}
                 body |= {"log": session.log} if session.log else {}
+                body |= {"unserved": session.unserved} if session.unserved else {}
             outcome = self._request("POST", path, content=msgpack.packb(body)).json()["outcome"]
         return outcome
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from proxy import rows
 from proxy.api.archive import intents_as_wire, list_images
 from proxy.api.closing import CLOSED, delete_session
-from proxy.api.sessions import session_as_wire
+from proxy.api.sessions import session_as_wire, unserved_as_wire
 from proxy.archive.folder import ArchiveError, ArchiveWriter, FolderBusy, KnownSessions
 from proxy.archive.tables import ArchivedSession
 from proxy.errors import Conflict, NotFound, StoreUnavailable
@@ -220,7 +220,13 @@ async def collect(services: Services, state: SessionState, builder: str = "merge
     plain = [record for _, record in records]
     media = await services.media.load(await list_images(services, state.info, plain))
     whole = ArchivedSession(
-        session_as_wire(state), records, sorted(delivered), intents_as_wire(intents), log=log_text, media=media
+        session_as_wire(state),
+        records,
+        sorted(delivered),
+        intents_as_wire(intents),
+        log=log_text,
+        media=media,
+        unserved=unserved_as_wire(state),
     )
     try:
         built = await asyncio.to_thread(rows.build_rows, services.settings, state, plain, intents, delivered, builder)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -25,12 +26,12 @@ from proxy.api.requests import (
     read_body,
     require_admin,
 )
-from proxy.api.sessions import LOG_CHARACTERS, session_as_wire, session_from_wire
+from proxy.api.sessions import LOG_CHARACTERS, session_as_wire, session_from_wire, unserved_as_wire
 from proxy.auth import SESSION_ID
 from proxy.call.recording import images_of
 from proxy.errors import Conflict, RequestError
 from proxy.services import Services
-from proxy.store.states import Intent, SessionInfo, SessionState
+from proxy.store.states import Intent, SessionInfo, SessionState, Unserved
 from reconstruct.codec import decode
 from reconstruct.errors import DecodeError
 
@@ -49,6 +50,7 @@ class Restore(msgspec.Struct, forbid_unknown_fields=True):
     delivered: list[str] = []
     intents: list[dict[str, Any]] = []
     log: Annotated[str, msgspec.Meta(max_length=LOG_CHARACTERS)] = ""
+    unserved: Unserved | None = None
     deliver: bool = False
     media: dict[str, bytes] = {}
 
@@ -130,6 +132,7 @@ def part_as_wire(
         "session": session_as_wire(state),
         "delivered": sorted(delivered),
         "intents": intents_as_wire(intents),
+        "unserved": unserved_as_wire(state),
         "records": named,
         "next_start": next_start,
         "log": log,
@@ -169,7 +172,7 @@ async def _finish_with_delivery(services: Services, part: Restore, state: Sessio
 def _decode_part(raw: bytes) -> tuple[Restore, SessionState]:
     try:
         part = msgspec.msgpack.decode(raw, type=Restore)
-        return part, session_from_wire(part.session)
+        return part, replace(session_from_wire(part.session), unserved=part.unserved)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise RequestError(f"the body is not part of a session: {error}") from error
 

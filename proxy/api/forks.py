@@ -20,7 +20,7 @@ from proxy.archive.tables import ArchivedSession
 from proxy.call.recording import RecordedRequest, Recording
 from proxy.errors import EngineUnavailable, NotFound, RequestError
 from proxy.services import Services
-from proxy.store.states import Fork, Intent, SessionState
+from proxy.store.states import Fork, Intent, SessionState, Unserved
 
 ReadState = Callable[[Mapping[str, Any]], SessionState]
 """The state of a session from its wire form."""
@@ -134,7 +134,7 @@ async def _restore(services: Services, session_id: str, fork_id: str, read_state
     """The session from the service's archive, kept for the fork before retention can see it. May be repeated, also at the same time.
     Raises NotFound."""
     found = await _find_archived(services, session_id)
-    state = read_state(found.state)
+    state = replace(read_state(found.state), unserved=msgspec.convert(found.unserved, Unserved | None))
     intents = msgspec.convert(list(found.intents), list[Intent])
     now = await services.clock.now()
     await services.archive.restore(state.info, 0, found.records)

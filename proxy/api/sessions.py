@@ -285,7 +285,8 @@ class SessionPage(Body, json_schema_extra={"example": {"sessions": [EXAMPLE], "c
 
 
 # The model lists what the API shows of a session: a new field of SessionInfo is not shown by itself, and key_hash never. group_rule belongs
-# to the group; unserved and replayed_at matter only while the session is open.
+# to the group; replayed_at matters only while the session is open. unserved stands beside it, in the state of one session and in archives:
+# whether the budget ended the run depends on it.
 INFO_FIELDS = tuple(name for name in SessionShape.model_fields if name in SessionInfo.__dataclass_fields__)
 STATE_FIELDS = tuple(name for name in SessionShape.model_fields if name in SessionState.__dataclass_fields__)
 
@@ -359,8 +360,7 @@ async def list_sessions(
 async def get_session(services: Served, session_id: SessionId) -> Response:
     """Its current state. `unserved` is the last call that the service or the engine failed, and why."""
     state = await closing.load_session(services, session_id)
-    unserved = None if state.unserved is None else asdict(state.unserved)
-    return json_response({**session_as_wire(state), "unserved": unserved, "replayed_at": state.replayed_at})
+    return json_response({**session_as_wire(state), "unserved": unserved_as_wire(state), "replayed_at": state.replayed_at})
 
 
 @router.delete(
@@ -427,6 +427,10 @@ def session_as_wire(state: SessionState) -> dict[str, Any]:
     for name in ("replay", "lookahead"):
         shown[name] = None if shown[name] is None else asdict(shown[name])
     return shown | {name: getattr(state, name) for name in STATE_FIELDS}
+
+
+def unserved_as_wire(state: SessionState) -> dict[str, Any] | None:
+    return None if state.unserved is None else asdict(state.unserved)
 
 
 def session_from_wire(wire: Mapping[str, Any]) -> SessionState:

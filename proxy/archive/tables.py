@@ -6,7 +6,8 @@ survives. A changed column is a new SCHEMA_VERSION.
 
 Version 2 adds a row's logprob mode, token details and policy; version 3 whether a session is trained; version 4 the source of a row's
 role, and a session's echo policy, budget, dangling calls and completeness; version 5 a row's text and tools; version 6 what a session
-replays, its replayed tokens, and its log; version 7 images, and how a session looks ahead. The versions read alike otherwise.
+replays, its replayed tokens, and its log; version 7 images, and how a session looks ahead; version 8 the last call that was not served. The
+versions read alike otherwise.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from reconstruct.trajectory import convert_to_lists
 Row = dict[str, Any]
 
 SCHEMA = "verbatim-archive"
-SCHEMA_VERSION = 7
-READ_VERSIONS = (1, 2, 3, 4, 5, 6, 7)
+SCHEMA_VERSION = 8
+READ_VERSIONS = (1, 2, 3, 4, 5, 6, 7, 8)
 
 TRAJECTORIES = {
     "trajectory_id": "string",
@@ -83,6 +84,7 @@ SESSIONS = {
     "per_branch": "json",
     "reward_metadata": "json",
     "error": "string",
+    "unserved": "json",
     "metadata": "json",
     "sampling": "json",
     "calls": "int32",
@@ -120,7 +122,8 @@ class ArchivedSession:
     `state` is the session as in `GET /sessions/{id}`; `records` are (call id, record bytes) in store order; `delivered` the calls whose
     reply was delivered whole; `intents` the calls without a record. `trajectories` are in wire form with packed arrays, and may have a
     `text` and `tools`. `problem`: why there are none, when the session's records contradict each other. `log`: the end of what the agent
-    printed, "" if it is not known. `media`: the bytes of its images by digest.
+    printed, "" if it is not known. `media`: the bytes of its images by digest. `unserved`: the last call that was not served, as in
+    `GET /sessions/{id}`.
     """
 
     state: Mapping[str, Any]
@@ -132,6 +135,7 @@ class ArchivedSession:
     problem: str | None = None
     log: str = ""
     media: Mapping[str, bytes] = field(default_factory=dict)
+    unserved: Mapping[str, Any] | None = None
 
     @property
     def key(self) -> tuple[str, float]:
@@ -176,6 +180,7 @@ def session_of(row: Row, records: Sequence[Row], media: Mapping[str, bytes]) -> 
         intents=state["intents"],
         log=row.get("log") or "",
         media=media,
+        unserved=json.loads(row.get("unserved") or "null"),
     )
 
 
@@ -203,6 +208,7 @@ def _session_row(session: ArchivedSession) -> Row:
         **{name: state.get(name) for name in _BUDGET},
         "replay": _dump(state.get("replay")),
         "lookahead": _dump(state.get("lookahead")),
+        "unserved": None if session.unserved is None else _dump(session.unserved),
         "intents": _dump(list(session.intents)),
         "delivered": sorted(session.delivered),
         "sampled_tokens": accounting.get("sampled_tokens"),

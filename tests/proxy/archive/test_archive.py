@@ -22,7 +22,7 @@ import msgpack
 import msgspec
 import pyarrow.parquet as pq
 import pytest
-from openai import InternalServerError
+from openai import AuthenticationError, InternalServerError
 from typer.testing import CliRunner
 
 from cli.main import app
@@ -452,6 +452,24 @@ def test_a_session_keeps_its_budget_in_the_archive(service: RunningService, tmp_
     assert {name: shown[name] for name in budget} == budget
 
 
+def test_a_row_that_the_budget_cut_is_still_cut_after_an_import(
+    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
+) -> None:
+    """The last reply calls for no other turn: that another was asked for is known of the refused call alone."""
+    session = service.session(max_calls=1)
+    session.answer("hello")
+    with pytest.raises(AuthenticationError):
+        session.answer("and then?")
+    session.close(reward=1.0)
+    export(service, tmp_path)
+    with elsewhere(engine, other_redis) as second:
+        imported(second, tmp_path)
+        for what in ("", "/trajectories"):
+            here, there = (each.request("GET", f"/sessions/{session.session_id}{what}").json() for each in (service, second))
+            assert here == there
+        assert [(row["finish_reason"], row["truncated"]) for row in there["trajectories"]] == [("budget", True)]
+
+
 def test_a_session_with_a_rule_for_its_group_is_found_to_be_the_one_that_was_archived(
     service: RunningService, tmp_path: Path
 ) -> None:
@@ -464,7 +482,7 @@ def test_a_session_with_a_rule_for_its_group_is_found_to_be_the_one_that_was_arc
 def test_a_session_that_no_trainer_gets_or_whose_last_call_failed_is_found_to_be_the_one_that_was_archived(
     service: RunningService, engine: ScriptedEngine, tmp_path: Path
 ) -> None:
-    """What is said of the call is not archived: once the import found another session there."""
+    """What is said of the call is left out of the comparison: once the import found another session there."""
     talked(service, session_id="judge", trained=False)
     session = service.session(session_id="unserved")
     session.answer("hello")
