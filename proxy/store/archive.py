@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import msgspec
+
 from proxy.errors import Conflict, NotFound
 from proxy.store import keys
 from proxy.store.connection import Argument, Script, StoreConnection
 from proxy.store.keys import pack, pack_versioned, parse_hash
 from proxy.store.sessions import SessionStore, digest
 from proxy.store.states import Intent, SessionInfo, SessionListing, SessionState
+
+_spell = msgspec.msgpack.Encoder(order="deterministic").encode
+"""Equal for what is equal, also for metadata with a NaN, which Python's own comparison takes for another one."""
 
 NO_KEY = b""
 """The key hash of a restored session: no key opens it."""
@@ -41,7 +46,7 @@ class ArchiveStore:
         Raises `Conflict` when the session of that id is another one, is open, or holds other records.
         """
         found = await self._sessions.load(info.session_id)
-        if found is not None and _strip(found.info) != _strip(info):
+        if found is not None and _spell(_strip(found.info)) != _spell(_strip(info)):
             raise Conflict(f"another session has the id {info.session_id}", param="session_id")
         if found is None:
             await self._listing.add(info)
@@ -86,7 +91,7 @@ class ArchiveStore:
         found = await self._sessions.load(session_id)
         if found is None:
             raise NotFound(f"there is no session {session_id}")
-        if _normalize(found) != _normalize(state):
+        if _spell(_normalize(found)) != _spell(_normalize(state)):
             raise Conflict(f"session {session_id} exists already with another state")
         if await self._sessions.load_delivered(session_id) != set(delivered):
             raise Conflict(f"session {session_id} exists already, and other replies of it were delivered")

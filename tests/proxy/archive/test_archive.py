@@ -342,6 +342,22 @@ def test_an_import_may_be_repeated_and_delivers_nothing(
         assert used.status_code == 401
 
 
+def test_an_import_may_be_repeated_also_where_metadata_is_not_a_number(
+    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
+) -> None:
+    """Python's JSON writes NaN and Infinity, and an evaluator's metrics have them."""
+    odd = {"loss": float("nan"), "best": float("-inf")}
+    content = json.dumps({"session_id": "odd", "metadata": odd}).encode()
+    assert service.request("POST", "/sessions", content=content).status_code == 201
+    content = json.dumps({"reward": 1.0, "metadata": odd}).encode()
+    assert service.request("POST", "/sessions/odd/reward", content=content).status_code == 200
+    service.request("POST", "/sessions/odd/close", json={"status": "completed"})
+    export(service, tmp_path)
+    with elsewhere(engine, other_redis) as second:
+        assert "imported 1 sessions" in imported(second, tmp_path)
+        assert "imported 0 sessions" in imported(second, tmp_path)
+
+
 def test_an_import_delivers_when_it_is_told_to_and_never_what_was_acknowledged(
     service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
 ) -> None:
