@@ -147,8 +147,9 @@ def _fill_sequences(rows: Sequence[Trajectory], lengths: Sequence[int], budget: 
     order = sorted(range(len(rows)), key=lambda at: _sort_key(rows[at], lengths[at]))
     parts: list[list[tuple[int, int]]] = []
     room = 0
-    for before, at in zip([None, *order[:-1]], order, strict=True):
-        shared = 0 if before is None else _measure_shared(rows[before], rows[at], min(lengths[before], lengths[at]))
+    # The first row begins a sequence, whatever it is compared with.
+    for before, at in zip(order[:1] + order[:-1], order, strict=True):
+        shared = _measure_shared(rows[before], rows[at], min(lengths[before], lengths[at]))
         if not parts or lengths[at] - shared > room:
             parts.append([])
             shared, room = 0, budget

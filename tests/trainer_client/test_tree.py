@@ -22,6 +22,7 @@ from trainer_client.batch import Batch
 from trainer_client.errors import MixedLogprobModes, RowTooLong
 from trainer_client.importance import batch_statistics, masked_weights, row_of_token, truncated_weights
 from trainer_client.tree import TreeBatch
+from trainer_client.wire import Group
 
 BUDGET = 10_000
 TOLERANCE = 1e-10
@@ -104,6 +105,13 @@ def test_a_row_that_ends_within_another_adds_nothing() -> None:
 def test_rows_without_a_common_token_are_trees_of_their_own() -> None:
     data = one(Batch(groups([row("a", [7, 8], [1]), row("b", [3, 8], [1])]), weight_version=7))
     assert data.subtree_end.tolist() == [2, 2, 4, 4] and data.position_ids.tolist() == [0, 1, 0, 1]
+
+
+def test_a_batch_without_rows_is_no_tree() -> None:
+    """A group arrives without rows where none has the wanted roles."""
+    empty = Batch([Group("g", ())], weight_version=7)
+    assert empty.tree(BUDGET, advantages=empty.advantages(dr_grpo)) == []
+    assert pictured().tree(BUDGET, rows=[]) == []
 
 
 def test_a_budget_counts_shared_tokens_once() -> None:
