@@ -88,7 +88,7 @@ def build_rows(
             per_call=state.per_call,
             per_branch=state.per_branch,
             metadata=info.metadata,
-            budget_cut=cut_call(info, settled.forest, refused=_refused(state)),
+            budget_cut=cut_call(info, settled, refused=_refused(state)),
             origin=None if info.replay is None else info.replay.session_id,
         ),
     )

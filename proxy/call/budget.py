@@ -16,7 +16,8 @@ from proxy.call.turn import Turn
 from proxy.errors import BudgetExhausted
 from proxy.store.states import SessionInfo
 from proxy.timeline import CancelScope
-from reconstruct.records import NOT_CHOSEN, Forest, order_key
+from reconstruct.accounting import Settled
+from reconstruct.records import Forest, order_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +89,16 @@ def exhaust_total(turn: Turn) -> BudgetExhausted:
     return _exhausted(turn.tree.info, "max_total_tokens")
 
 
-def cut_call(info: SessionInfo, forest: Forest, refused: bool) -> str | None:
-    """The last call of a session that its budget ended, None for any other; `refused`: a call was refused for it. A candidate that no
-    harness saw is not the last.
+def cut_call(info: SessionInfo, settled: Settled, refused: bool) -> str | None:
+    """The last call of a session that its budget ended, None for any other; `refused`: a call was refused for it. Calls that no row is of,
+    such as attempts that came to nothing and candidates that were not chosen, are not the last.
 
     Where nobody tells of a refusal, a session whose budget is spent and whose last reply calls for another turn was ended by it."""
     if not info.has_budget:
         return None
-    last = max((call for call in forest.calls.values() if call.quarantine_reason != NOT_CHOSEN), key=order_key, default=None)
+    forest = settled.forest
+    in_rows = (call for call in forest.calls.values() if call.call_id not in settled.refused or call.call_id in settled.shown)
+    last = max(in_rows, key=order_key, default=None)
     if last is None:
         return None
     goes_on = last.finish_reason in ("tool_calls", "length") and bool(Left.of(info, forest).spent)

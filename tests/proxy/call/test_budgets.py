@@ -15,7 +15,7 @@ from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer
-from tests.support.service.running_service import TRAINER, RunningService, Session, wait_until
+from tests.support.service.running_service import TRAINER, RunningService, Session, hanging_up, wait_until
 
 USER: list[Any] = [{"role": "user", "content": "q"}]
 DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -175,6 +175,21 @@ def test_a_trainer_is_told_that_the_budget_ended_the_run(engine: ScriptedEngine,
     leased = token_service.request("POST", "/batches/lease", TRAINER, json={"wait_seconds": 10}).json()
     rows = [row for group in leased["groups"] for row in group["trajectories"] if row["session_id"] == session.session_id]
     assert [(row["finish_reason"], row["truncated"]) for row in rows] == [("budget", True)]
+
+
+def test_a_budget_that_an_attempt_spent_cuts_the_row_before_it(engine: ScriptedEngine, token_service: RunningService) -> None:
+    """The harness gives a call up while the engine samples; its next attempt is refused."""
+    session = token_service.session(max_calls=2)
+    engine.say("hello")
+    said = ask(session).json()["choices"][0]["message"]
+    engine.script = lambda generation, index: Say(LONG, seconds_per_token=0.3)
+    history = [*USER, said, {"role": "user", "content": "and then?"}]
+    body = {"model": "policy", "messages": history, "stream": True}
+    with hanging_up(f"{session.base_url}/chat/completions", body, session.api_key):
+        engine.wait_for(lambda: len(engine.generations) == 2 and bool(engine.last.sampled), 60)
+    wait_until(lambda: [call["status"] for call in session.calls] == ["finished", "aborted"], 60, "the call is recorded")
+    assert ask(session, messages=history).status_code == 401
+    assert ends(session) == [("budget", True)]
 
 
 def test_a_session_shows_its_budget_and_takes_no_other_than_positive_numbers(token_service: RunningService) -> None:
