@@ -30,10 +30,10 @@ class RowColumns:
 
     `row_index` int64: the index in `batch.rows`. `rewards` float32: NaN for a row without one, so that nothing trains on it by
     accident. `advantages` float32, or None if none were given. `group_index`, `rollout_index` int64: numbered from 0 in order of
-    appearance over the whole batch; rows of one rollout share one. `row_weight` float32: 1 / (trained rows of the same rollout), as
-    counted by the service, so that each rollout weighs 1 however many rows it has. `staleness` int64: the version of the row's model
-    when the batch was leased minus the oldest version in the row; 0 without sampled tokens. `cut_tokens` int64: sampled tokens lost to
-    truncation.
+    appearance over the whole batch; rows of one rollout in one group share one. A group that was leased by model comes as several, with
+    the same rollouts. `row_weight` float32: 1 / (trained rows of the same rollout), as counted by the service, so that each rollout
+    weighs 1 however many rows it has. `staleness` int64: the version of the row's model when the batch was leased minus the oldest version
+    in the row; 0 without sampled tokens. `cut_tokens` int64: sampled tokens lost to truncation.
     """
 
     row_index: Array
@@ -332,7 +332,7 @@ def row_columns(groups: Sequence[Group], versions: Mapping[str, int]) -> RowColu
         rewards=np.array([np.nan if row.reward is None else row.reward for row in rows], dtype=np.float32),
         advantages=None,
         group_index=np.array([at for at, group in enumerate(groups) for _ in group.trajectories], dtype=np.int64),
-        rollout_index=_number(row.rollout_id for row in rows),
+        rollout_index=_number((at, row.rollout_id) for at, group in enumerate(groups) for row in group.trajectories),
         row_weight=np.array([row.row_weight for row in rows], dtype=np.float32),
         staleness=np.array([_staleness(row, versions[row.policy]) for row in rows], dtype=np.int64),
         cut_tokens=np.zeros(len(rows), dtype=np.int64),

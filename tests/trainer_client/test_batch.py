@@ -16,7 +16,7 @@ from trainer_client.advantages import dr_grpo
 from trainer_client.arrays import PackedBatch, first_fit_decreasing
 from trainer_client.batch import Batch
 from trainer_client.errors import RowTooLong
-from trainer_client.wire import decode_trajectory, versions_by_token
+from trainer_client.wire import Group, decode_trajectory, versions_by_token
 
 
 def two_rows() -> Batch:
@@ -65,6 +65,15 @@ def test_values_of_rows_come_along() -> None:
     assert data.rewards.tolist() == [1, 0] and data.advantages.tolist() == [0.5, -0.5]
     assert data.staleness.tolist() == [2, 0]
     assert (data.group_index.tolist(), data.rollout_index.tolist(), data.row_index.tolist()) == ([0, 0], [0, 1], [0, 1])
+
+
+def test_the_rows_of_each_model_are_compared_where_a_group_comes_once_for_each() -> None:
+    """So does one of which the rows of a model were leased alone, and given back."""
+    default = [trajectory(f"a{at}", session=f"s{at}", reward=float(at)) for at in range(2)]
+    critic = [trajectory(f"b{at}", session=f"s{at}", reward=float(at), policy="critic") for at in range(2)]
+    batch = Batch([Group("g", tuple(default)), Group("g", tuple(critic))], 7, weight_versions={"critic": 6})
+    assert batch.columns.rollout_index.tolist() == [0, 1, 2, 3]
+    assert batch.advantages(dr_grpo).tolist() == [-0.5, 0.5, -0.5, 0.5]
 
 
 def test_a_row_without_a_reward_has_none_and_is_not_taken_for_a_failure() -> None:
