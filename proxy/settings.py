@@ -73,9 +73,9 @@ class Settings(BaseSettings):
     engine_release_path: str = Field("", pattern=r"^(/.*)?$")
     """Where a router in front of engines is told that a session is over: /finish_session of vllm-router, for example, gets
     POST /finish_session?session_id=ID. Empty: nowhere."""
-    engine_timeout_seconds: float = 3600.0
+    engine_timeout_seconds: float = Field(3600.0, gt=0)
     """How long an engine may send nothing during a call."""
-    engine_connect_seconds: float = 5.0
+    engine_connect_seconds: float = Field(5.0, gt=0)
     """Timeout for connecting to an engine."""
     engine_max_calls: int = Field(0, ge=0)
     """Concurrent calls that each process sends to one replica; further calls go to the session's next replica, or wait. 0: no limit."""
@@ -218,11 +218,11 @@ class Settings(BaseSettings):
     train_inferred: bool = True
     """Whether to train a call that is only inferred to be a side call: one without tools that starts a separate conversation beside one
     with tools. False: follow `train_roles` for `side`."""
-    keepalive_seconds: float = 10.0
-    """A streaming harness that has received nothing for this long gets a typed keep-alive event."""
-    drain_seconds: float = 20.0
+    keepalive_seconds: float = Field(10.0, ge=0)
+    """A streaming harness that has received nothing for this long gets a typed keep-alive event. 0: never."""
+    drain_seconds: float = Field(20.0, ge=0, allow_inf_nan=False)
     """After SIGTERM, how long calls in flight may take to finish; then they are cut and recorded as aborted."""
-    session_cache: int = 4096
+    session_cache: int = Field(4096, ge=0)
     """Session trees kept in memory per process; others are read from the store when needed."""
     session_cache_bytes: int = Field(256 * 2**20, ge=0)
     """Estimated memory for these trees in one process; the least recently used go first."""
@@ -238,7 +238,7 @@ class Settings(BaseSettings):
     group_policy: Literal["require_all", "allow_partial", "drop"] = "require_all"
     """When a group is delivered: all members usable (require_all), at least `group_minimum` usable (allow_partial), or drop it when any
     member failed (drop)."""
-    group_minimum: int = 1
+    group_minimum: int = Field(1, ge=1)
     """Usable members that allow_partial requires."""
     zero_variance: Literal["keep", "drop"] = "keep"
     """Whether to deliver groups whose rewards are all equal."""
@@ -264,9 +264,9 @@ class Settings(BaseSettings):
     staler one gets 429. Unset: no limit. 0: all groups of a version are trained before the next starts."""
     admission_hold_seconds: float = Field(0.0, ge=0, le=3600)
     """How long a request to open a session is held before it gets that 429."""
-    lease_seconds: float = 600.0
+    lease_seconds: float = Field(600.0, gt=0, allow_inf_nan=False)
     """How long a trainer holds a batch before it is delivered again."""
-    max_deliveries: int = 5
+    max_deliveries: int = Field(5, ge=1)
     """Deliveries of one group before it becomes a dead letter."""
 
     archive_dir: Path | None = None
@@ -295,7 +295,7 @@ class Settings(BaseSettings):
 
     weights_roots: list[Path] = Field(default_factory=list)
     """Folders that weight pushes may use; empty: any path. The engines open it, not the service."""
-    weights_timeout_seconds: float = 600.0
+    weights_timeout_seconds: float = Field(600.0, gt=0)
     """How long one replica may take for one step of a weight push."""
     weights_lock_seconds: float = Field(30.0, gt=0)
     """How long the push lock outlives a process that died during a push; then another process takes over and repairs what it left."""

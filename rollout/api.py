@@ -349,13 +349,13 @@ def _error(
 
 async def stream_events(lines: AsyncIterator[Line], keepalive_seconds: float, stopping: asyncio.Event) -> AsyncIterator[bytes]:
     """Ends with `lines`, when the store cannot be read, or when the process stops; the reader reconnects with the id of its last event.
-    Sends a comment while nothing happens, so that no proxy in between drops the idle connection."""
+    Sends a comment every `keepalive_seconds` (0: never) while nothing happens, so that no proxy in between drops the idle connection."""
     queue: asyncio.Queue[Line | None] = asyncio.Queue(MAX_QUEUED_EVENTS)
     sources = [asyncio.create_task(_read(lines, queue)), asyncio.create_task(_end(stopping, queue))]
     try:
         while True:
             try:
-                async with asyncio.timeout(keepalive_seconds):
+                async with asyncio.timeout(keepalive_seconds or None):
                     line = await queue.get()
             except TimeoutError:
                 yield KEEPALIVE

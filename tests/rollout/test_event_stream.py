@@ -33,3 +33,13 @@ async def test_a_stream_whose_events_cannot_be_read_ends() -> None:
         raise ValueError("a stored event cannot be read")
 
     assert [line async for line in stream_events(events(), SECONDS, asyncio.Event())] == [b"id: 1\nevent: kind\ndata: {}\n\n"]
+
+
+async def test_without_keep_alives_a_stream_has_its_events_alone() -> None:
+    """It was a keep-alive in every turn of the event loop, as fast as a core makes them."""
+
+    async def events() -> AsyncIterator[tuple[str, str, str]]:
+        await asyncio.sleep(0.05)
+        yield "1", "kind", "{}"
+
+    assert [line async for line in stream_events(events(), 0, asyncio.Event())] == [b"id: 1\nevent: kind\ndata: {}\n\n"]
