@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -147,10 +148,11 @@ class Control:
 
 def find_token(variables: Sequence[str] = (ADMIN,)) -> tuple[str, str]:
     """The first of the variables that has a token, itself or in the file that `<variable>_FILE` names, and the token; the first variable
-    and "" if none has. Raises `Refusal` (exit code 2) if the file cannot be read."""
+    and "" if none has. Raises `Refusal` (exit code 2) if the file cannot be read, or for what cannot be sent as a token."""
     for name in variables:
-        if token := os.environ.get(name):
-            return name, token
+        # A file's content in a variable, as a Secret's often is, ends in a line end.
+        if token := os.environ.get(name, "").strip():
+            return name, _check_token(name, token)
         if path := os.environ.get(f"{name}_FILE"):
             try:
                 lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
@@ -158,8 +160,15 @@ def find_token(variables: Sequence[str] = (ADMIN,)) -> tuple[str, str]:
                 raise Refusal(f"{name}_FILE {path} cannot be read: {error}", exit_code=2) from error
             # As the service reads it: a token per line.
             if tokens := [line for line in lines if line and not line.startswith("#")]:
-                return f"{name}_FILE", tokens[0]
+                return f"{name}_FILE", _check_token(f"{name}_FILE", tokens[0])
     return variables[0], ""
+
+
+def _check_token(variable: str, token: str) -> str:
+    """The token. An error about a header would show it."""
+    if not re.fullmatch(r"[!-~]+", token):
+        raise Refusal(f"{variable} holds no token: one is made of ASCII letters, digits and signs, without blanks", exit_code=2)
+    return token
 
 
 def _parse_events(lines: Iterable[str]) -> Iterator[ServerEvent]:

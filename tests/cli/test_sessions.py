@@ -87,6 +87,8 @@ def test_a_token_may_come_from_the_file_that_the_service_reads(service: RunningS
     (tmp_path / "tokens").write_text(f"# admins\n\n{ADMIN}\nanother\n")
     listed = verbatim("sessions", "list", VERBATIM_URL=service.url, VERBATIM_ADMIN_TOKEN_FILE=str(tmp_path / "tokens"))
     assert listed.returncode == 0, listed.stderr
+    listed = verbatim("sessions", "list", VERBATIM_URL=service.url, VERBATIM_ADMIN_TOKEN=f"{ADMIN}\n")
+    assert listed.returncode == 0, listed.stderr
     missing = verbatim("sessions", "list", VERBATIM_URL=service.url, VERBATIM_ADMIN_TOKEN_FILE=str(tmp_path / "none"))
     assert missing.returncode == 2 and "VERBATIM_ADMIN_TOKEN_FILE" in missing.stderr and "cannot be read" in missing.stderr
 

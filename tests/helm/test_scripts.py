@@ -37,7 +37,9 @@ def script(name: str, *args: str, **variables: str) -> subprocess.CompletedProce
 def test_the_test_pod_opens_uses_and_deletes_a_session(redis_url: str) -> None:
     with ScriptedEngine() as engine, serving_tasks(redis_url, engine.url, engine_api="token") as service:
         wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 60, "ready")
-        done = script("test_service.py", VERBATIM_URL=service.url, VERBATIM_HARNESS_URL=service.url, VERBATIM_NODE_TOKEN=NODE)
+        # A Secret made from a file ends in a line end.
+        token = f"{NODE}\n"
+        done = script("test_service.py", VERBATIM_URL=service.url, VERBATIM_HARNESS_URL=service.url, VERBATIM_NODE_TOKEN=token)
         assert done.returncode == 0, done.stderr
         assert "GET /readyz: 200" in done.stdout and "serves " in done.stdout
         assert service.request("GET", "/sessions").json()["sessions"] == []
@@ -49,7 +51,8 @@ def test_the_test_pod_opens_uses_and_deletes_a_session(redis_url: str) -> None:
 
 def test_a_node_is_ready_once_the_service_has_heard_of_it(redis_url: str) -> None:
     def asked(service: RunningService) -> subprocess.CompletedProcess[str]:
-        return script("node_ready.py", VERBATIM_URL=service.url, VERBATIM_NODE_TOKEN=NODE, VERBATIM_NODE_NAME="pod-1")
+        token = f"{NODE}\n"
+        return script("node_ready.py", VERBATIM_URL=service.url, VERBATIM_NODE_TOKEN=token, VERBATIM_NODE_NAME="pod-1")
 
     async def beat(seen_at: float) -> None:
         connection = StoreConnection(redis_url)

@@ -16,7 +16,7 @@ def find_silence(nodes: list[dict], name: str) -> float:
 def main() -> str | None:
     """What is wrong."""
     url, name = os.environ["VERBATIM_URL"].rstrip("/") + "/nodes", os.environ["VERBATIM_NODE_NAME"]
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {os.environ['VERBATIM_NODE_TOKEN']}"})
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {os.environ['VERBATIM_NODE_TOKEN'].strip()}"})
     try:
         with urllib.request.urlopen(request, timeout=10) as response:
             nodes = json.load(response)["nodes"]

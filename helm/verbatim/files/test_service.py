@@ -23,7 +23,7 @@ def ask(method: str, path: str, token: str = "", body: dict | None = None) -> di
 
 def main() -> None:
     """Raises what is wrong."""
-    token = os.environ["VERBATIM_NODE_TOKEN"]
+    token = os.environ["VERBATIM_NODE_TOKEN"].strip()
     ask("GET", "/healthz")
     ask("GET", "/readyz")
     session = ask("POST", "/sessions", token, {"metadata": {"opened_by": "helm test"}})
