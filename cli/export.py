@@ -133,18 +133,21 @@ def parse_time(flag: str, text: str | None) -> float | None:
 
 @dataclass(slots=True)
 class Totals:
-    """`present` sessions were exported earlier; those with `problems` have no trajectories."""
+    """`present` sessions were exported earlier, `outdated` ones of them with other rewards; those with `problems` have no trajectories."""
 
     sessions: int = 0
     trajectories: int = 0
     tokens: int = 0
     present: int = 0
+    outdated: int = 0
     problems: int = 0
 
     def summarize(self, out: Path) -> str:
         line = f"exported {self.sessions} sessions with {self.trajectories} trajectories, {self.tokens} tokens, to {out}"
         if self.present:
             line += f"; {self.present} were there already"
+        if self.outdated:
+            line += f", {self.outdated} of them with other rewards than they have now: export those into another folder"
         if self.problems:
             line += f"; {self.problems} have no trajectories because their records contradict each other (column problem)"
         return line
@@ -162,6 +165,7 @@ def _export(api: ArchiveApi, writer: ArchiveWriter, wanted: Filter, console: Con
         for listed in wanted.list_sessions(api):
             if is_present(listed):
                 totals.present += 1
+                totals.outdated += writer.is_outdated(listed)
                 continue
             if (session := api.load_session(listed["session_id"], writer.builder)) is not None:
                 writer.add(session)

@@ -35,6 +35,8 @@ LOOKED_AT = 64
 """Sessions loaded at a time."""
 CLEARED_AT_ONCE = 512
 """About how many sessions are archived before they are deleted."""
+NAMED = 5
+"""Sessions that a line of the log names."""
 
 
 @dataclass(slots=True)
@@ -157,6 +159,7 @@ class Retention:
                     return False
             finally:
                 writer.__exit__(None, None, None)
+            states = self._leave_outdated(writer, states)
         for state in states:
             if not await self._renew_lock():
                 return False
@@ -184,6 +187,19 @@ class Retention:
                 await self._flush(writer, cleared)
         await self._flush(writer, cleared)
         return True
+
+    def _leave_outdated(self, writer: ArchiveWriter, states: list[SessionState]) -> list[SessionState]:
+        """Those that the archive holds with the rewards that they have. The others would lose theirs: `verbatim export` may have written
+        them to the same folder before they were rewarded."""
+        outdated = [state.info.session_id for state in states if writer.is_outdated(session_as_wire(state))]
+        if outdated:
+            log.error(
+                "retention keeps %d sessions, which %s holds with other rewards: move that folder away, and they are archived anew (%s)",
+                len(outdated),
+                writer.folder,
+                ", ".join(outdated[:NAMED]),
+            )
+        return [state for state in states if state.info.session_id not in outdated]
 
     async def _flush(self, writer: ArchiveWriter, cleared: Cleared) -> None:
         """Writes the waiting part to its end even when the service stops: no other writer may get the folder before."""

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -29,8 +29,10 @@ from proxy.archive.tables import (
     SCHEMA_VERSION,
     TABLES,
     ArchivedSession,
+    Rewards,
     Row,
     arrow_schema,
+    rewards_of,
     rows_of,
     session_of,
 )
@@ -47,6 +49,7 @@ ROW_GROUP_ROWS = 256
 """Readers of Parquet load a whole row group, and a long session's row has megabytes."""
 
 Key = tuple[str, float]
+KNOWN_COLUMNS = ["session_id", "created_at", "reward", "per_call", "per_branch"]
 
 
 class ArchiveError(Exception):
@@ -117,14 +120,15 @@ class ArchiveReader:
 
 
 class KnownSessions:
-    """The keys of the sessions in a folder and the digests of its images, about a hundred bytes each. Reads each part once."""
+    """The sessions in a folder, by their keys, with the hash of their rewards, and the digests of its images, about a hundred bytes each.
+    Reads each part once."""
 
     def __init__(self) -> None:
         self._forget()
 
     def _forget(self) -> None:
         self.images: set[str] = set()
-        self._keys: set[Key] = set()
+        self._rewards: dict[Key, int] = {}
         self._parts: set[str] = set()
 
     def read(self, folder: Path, manifest: dict[str, Any]) -> None:
@@ -134,19 +138,24 @@ class KnownSessions:
         for part in manifest["parts"]:
             if part["files"]["sessions"]["sha256"] not in self._parts:
                 path = folder / part["files"]["sessions"]["name"]
-                rows = read_table(path, "sessions", ["session_id", "created_at"])
-                self.add(part, {(row["session_id"], row["created_at"]) for row in rows}, read_digests(folder, part))
+                rows = read_table(path, "sessions", KNOWN_COLUMNS)
+                rewards = {(row["session_id"], row["created_at"]): rewards_of(row) for row in rows}
+                self.add(part, rewards, read_digests(folder, part))
 
-    def add(self, part: dict[str, Any], keys: set[Key], images: Iterable[str]) -> None:
+    def add(self, part: dict[str, Any], rewards: Mapping[Key, Rewards], images: Iterable[str]) -> None:
         self._parts.add(part["files"]["sessions"]["sha256"])
-        self._keys |= keys
+        self._rewards |= {key: hash(given) for key, given in rewards.items()}
         self.images.update(images)
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._keys
+        return key in self._rewards
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._rewards)
+
+    def has_rewards(self, key: Key, rewards: Rewards) -> bool:
+        """Whether the session is in the folder with these rewards."""
+        return self._rewards.get(key) == hash(rewards)
 
 
 class ArchiveWriter:
@@ -185,6 +194,11 @@ class ArchiveWriter:
     def holds(self, key: Key) -> bool:
         return key in self.known or key in self._waiting
 
+    def is_outdated(self, state: Mapping[str, Any]) -> bool:
+        """Whether the folder holds the session with other rewards than it has in `state`, which is as in `GET /sessions/{id}`."""
+        key = state["session_id"], state["created_at"]
+        return key in self.known and not self.known.has_rewards(key, rewards_of(state))
+
     @property
     def full(self) -> bool:
         """Whether the waiting sessions make a part."""
@@ -203,7 +217,8 @@ class ArchiveWriter:
             return 0
         part = self._write_part(list(self._waiting.values()))
         self._replace_manifest({"complete": False, "parts": [*self.manifest["parts"], part]})
-        self.known.add(part, set(self._waiting), (digest for session in self._waiting.values() for digest in session.media))
+        rewards = {key: session.rewards for key, session in self._waiting.items()}
+        self.known.add(part, rewards, (digest for session in self._waiting.values() for digest in session.media))
         self._waiting, self._waiting_bytes = {}, 0
         return written
 

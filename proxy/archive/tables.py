@@ -22,6 +22,8 @@ import numpy as np
 from reconstruct.trajectory import convert_to_lists
 
 Row = dict[str, Any]
+Rewards = tuple[float | None, tuple[tuple[str, float], ...], tuple[tuple[str, float], ...]]
+"""A session's reward, and those of its calls and branches: what may still change once it is closed."""
 
 SCHEMA = "verbatim-archive"
 SCHEMA_VERSION = 8
@@ -143,12 +145,23 @@ class ArchivedSession:
         return self.state["session_id"], self.state["created_at"]
 
     @property
+    def rewards(self) -> Rewards:
+        return rewards_of(self.state)
+
+    @property
     def size_bytes(self) -> int:
         """Approximate size in memory and on disk."""
         arrays = sum(len(row[name]) for row in self.trajectories for name in _ARRAYS)
         arrays += sum(len(row[name]["data"]) for row in self.trajectories for name in _DETAILS if name in row)
         images = sum(map(len, self.media.values()))
         return arrays + images + sum(len(record) for _, record in self.records) + len(self.log) + 1024
+
+
+def rewards_of(state: Mapping[str, Any]) -> Rewards:
+    """Those of a session as in `GET /sessions/{id}`, or of its row."""
+    given = (state[name] for name in ("per_call", "per_branch"))
+    calls, branches = (json.loads(each) if isinstance(each, str) else each for each in given)
+    return state["reward"], tuple(sorted(calls.items())), tuple(sorted(branches.items()))
 
 
 def rows_of(session: ArchivedSession) -> dict[str, list[Row]]:

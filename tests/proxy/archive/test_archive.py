@@ -733,6 +733,15 @@ def test_an_export_that_ended_adds_what_is_new(service: RunningService, tmp_path
     assert [row["session_id"] for row in table(tmp_path, "sessions")] == ["one", "two"]
 
 
+def test_an_export_says_which_sessions_it_holds_with_an_earlier_reward(service: RunningService, tmp_path: Path) -> None:
+    walked(service, 7)
+    late = talked(service, reward=None)
+    assert "exported 2 sessions" in export(service, tmp_path)
+    assert "2 were there already\n" in export(service, tmp_path)
+    service.request("POST", f"/sessions/{late.session_id}/reward", json={"reward": 0.25})
+    assert "2 were there already, 1 of them with other rewards than they have now" in export(service, tmp_path)
+
+
 def test_an_export_killed_at_any_step_goes_on_where_it_was(service: RunningService, tmp_path: Path) -> None:
     """Each part is three files and the manifest, each synced with its folder: 8 steps."""
     ids = [talked(service, session_id=f"s{at}").session_id for at in range(3)]

@@ -130,6 +130,26 @@ async def test_what_nobody_waits_for_goes(redis_url: str, tmp_path: Path) -> Non
         assert late.status_code == 404
 
 
+async def test_a_session_that_was_exported_before_its_reward_keeps_it(redis_url: str, tmp_path: Path) -> None:
+    """Into the service's own archive: what was there counted as archived, the session was deleted, and its reward was nowhere."""
+    async with AsyncExitStack() as stack:
+        kept = await keeper(stack, redis_url, tmp_path / "archive")
+        await kept.service.session("late", 7)
+        await kept.service.close("late")
+        state = await kept.service.services.sessions.load("late")
+        assert state is not None
+        with ArchiveWriter(kept.folder) as writer:
+            writer.add(await collect(kept.service.services, state))
+            writer.flush()
+        assert (await kept.service.admin.post("/sessions/late/reward", json={"reward": 0.25})).status_code == 200
+        await kept.ack_all()
+        for _ in range(2):
+            assert (await kept.retention.run_once()).deleted == 0
+        kept.folder.rename(tmp_path / "moved")
+        assert (await kept.retention.run_once()).ids == ["late"]
+        assert [session.state["reward"] for session in ArchiveReader(kept.folder).sessions()] == [0.25]
+
+
 async def test_a_session_stays_until_it_is_old(redis_url: str, tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         kept = await keeper(stack, redis_url, tmp_path, retain_seconds=3600)
