@@ -34,10 +34,10 @@ def list_(url: ServiceUrl = None, as_json: AsJson = False) -> None:
     console.print(replicas_table(found["replicas"]))
     for policy, calls in found["waiting"].items():
         if calls:
-            console.print(f"{calls} calls are waiting for a replica of {policy or 'the default policy'}")
+            console.print(f"{calls} calls are waiting for a replica of {policy or 'the default policy'}", markup=False)
     known = {replica[key] for replica in found["replicas"] for key in ("url", "source")}
     for url in sorted({engine["url"] for engine in found["engines"]} - known):
-        console.print(f"{url}: no address is known")
+        console.print(f"{url}: no address is known", markup=False)
 
 
 @app.command("add")
@@ -86,19 +86,19 @@ def remove(
 
 
 def replicas_table(found: list[dict[str, Any]]) -> Table:
-    from cli.tables import make_table
+    from cli.tables import as_cell, make_table
 
     table = make_table("replica", "policy", "status", "weights", "in flight", "models", "from", "reason")
     for replica in found:
         most = f" of {replica['max_calls']}" if replica["max_calls"] else ""
         table.add_row(
-            replica["name"],
-            replica["policy"] or "(default)",
+            as_cell(replica["name"]),
+            as_cell(replica["policy"] or "(default)"),
             replica["status"],
-            "" if replica["weight_version"] is None else str(replica["weight_version"]),
+            as_cell(replica["weight_version"]),
             f"{replica['in_flight']}{most}",
-            ", ".join(replica["models"]),
-            replica["source"],
-            replica["reason"] or "",
+            as_cell(", ".join(replica["models"])),
+            as_cell(replica["source"]),
+            as_cell(replica["reason"]),
         )
     return table

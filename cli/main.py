@@ -82,7 +82,10 @@ def main() -> None:
     try:
         app()
     except Refusal as refusal:
-        print(f"verbatim: {refusal}", file=sys.stderr)  # noqa: T201
+        from cli.feedback import remove_controls
+
+        # It may quote what an agent printed.
+        print(f"verbatim: {remove_controls(str(refusal))}", file=sys.stderr)  # noqa: T201
         sys.exit(refusal.exit_code)
 
 

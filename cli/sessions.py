@@ -232,10 +232,9 @@ def list_calls(control: Control, session_id: str) -> list[dict[str, Any]]:
 
 
 def sessions_table(sessions: list[dict[str, Any]]) -> Table:
-    from rich.markup import escape
     from rich.table import Column
 
-    from cli.tables import format_time, make_table
+    from cli.tables import as_cell, format_time, make_table
 
     session_id = Column("session", no_wrap=True, overflow="fold")
     table = make_table(session_id, Column("status", no_wrap=True), "calls", "reward", "group", "task", "created")
@@ -245,8 +244,8 @@ def sessions_table(sessions: list[dict[str, Any]]) -> Table:
             session["status"],
             str(session["calls"]),
             "" if session.get("reward") is None else f"{session['reward']:g}",
-            escape(session.get("group_id") or ""),
-            escape(session.get("task_id") or ""),
+            as_cell(session.get("group_id")),
+            as_cell(session.get("task_id")),
             format_time(session["created_at"]),
         )
     return table
@@ -387,14 +386,12 @@ def list_letters(control: Control, reason: str | None) -> Iterator[dict[str, Any
 
 
 def letters_table(found: list[dict[str, Any]]) -> Table:
-    from rich.markup import escape
-
-    from cli.tables import format_time, make_table
+    from cli.tables import as_cell, format_time, make_table
 
     table = make_table("letter", "sessions", "deliveries", "died", "reason")
     for letter in found:
         counts = str(len(letter["session_ids"])), str(letter["deliveries"])
-        table.add_row(escape(letter["letter_id"]), *counts, format_time(letter["died_at"]), escape(letter["reason"]))
+        table.add_row(as_cell(letter["letter_id"]), *counts, format_time(letter["died_at"]), as_cell(letter["reason"]))
     return table
 
 

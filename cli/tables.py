@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from cli.feedback import remove_controls
 from rollout.attempts import ENDED, Status
 
 PIPE_WIDTH = 1000
@@ -27,6 +28,11 @@ def standard_output() -> Console:
 def make_table(*columns: str | Column) -> Table:
     """A table that wraps a cell instead of truncating it."""
     return Table(*(Column(column, overflow="fold") if isinstance(column, str) else column for column in columns))
+
+
+def as_cell(value: Any) -> str:
+    """The value as it is, "" for None: what an agent printed or an engine answered is no markup, and must not steer the terminal."""
+    return "" if value is None else escape(remove_controls(str(value)))
 
 
 def print_json(value: Any) -> None:
@@ -61,12 +67,12 @@ def tasks_table(tasks: Iterable[dict[str, Any]]) -> Table:
     )
     for task in tasks:
         table.add_row(
-            escape(task["task_id"]),
+            as_cell(task["task_id"]),
             task["status"],
             f"{count_ended(task)}/{task['num_samples']}",
             str(task["usable"]),
             _counts(task["rollouts"]),
-            escape(task["harness"]),
+            as_cell(task["harness"]),
             str(task["priority"]),
             format_time(task["created_at"]),
         )
@@ -81,12 +87,12 @@ def rollouts_table(rollouts: Iterable[dict[str, Any]]) -> Table:
             str(rollout["index"]),
             rollout["status"],
             str(rollout["attempt"]),
-            _text(rollout["node"]),
-            _text(rollout["session_id"]),
-            _text(rollout["calls"]),
-            _text(rollout["exit_code"]),
-            _text(verdict.get("reward")),
-            _text(rollout["logs"]),
+            as_cell(rollout["node"]),
+            as_cell(rollout["session_id"]),
+            as_cell(rollout["calls"]),
+            as_cell(rollout["exit_code"]),
+            as_cell(verdict.get("reward")),
+            as_cell(rollout["logs"]),
         )
     return table
 
@@ -96,7 +102,8 @@ def failures_table(rollouts: Iterable[dict[str, Any]]) -> Table:
     for rollout in rollouts:
         final = (rollout["verdict"] or {}).get("failure")
         for failure in [*rollout["failures"], *([final] if final else [])]:
-            table.add_row(str(rollout["index"]), failure["failure"], escape(failure["message"]), escape(failure["look"]))
+            told = (as_cell(failure[name]) for name in ("failure", "message", "look"))
+            table.add_row(str(rollout["index"]), *told)
     return table
 
 
@@ -111,7 +118,3 @@ def callback_line(callback: dict[str, Any]) -> str:
 
 def _counts(counts: dict[str, int]) -> str:
     return " ".join(f"{counts[status]} {status}" for status in get_args(Status) if counts.get(status))
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else escape(str(value))

@@ -83,6 +83,7 @@ def watch(task_id: TaskId, url: ServiceUrl = None, as_json: AsJson = False) -> N
     verbatim tasks watch bug-7
     """
     from cli.control import Control
+    from cli.feedback import remove_controls
 
     control = Control(url)
     # Before waiting for events, so that a wrong address or token is reported at once.
@@ -93,7 +94,10 @@ def watch(task_id: TaskId, url: ServiceUrl = None, as_json: AsJson = False) -> N
             continue
         at = time.strftime("%H:%M:%S", time.localtime(event.data["at"]))
         values = " ".join(f"{name}={value}" for name, value in event.data.items() if name not in ("at", "kind", "status"))
-        typer.echo(f"{at} {event.kind:<20} {values}" + (f" {event.data['status']}" if event.kind == "task.ended" else ""))
+        typer.echo(
+            f"{at} {event.kind:<20} {remove_controls(values)}"
+            + (f" {event.data['status']}" if event.kind == "task.ended" else "")
+        )
         if event.data.get("reward") is not None:
             _print_feedback_of(control, task_id, event.data)
 

@@ -183,27 +183,28 @@ def _report(result: Mapping[str, Any]) -> None:
 def _show(console: Console, name: str, line: Mapping[str, Any], limit: int) -> None:
     notes = [note for note, true in (("frozen", line["frozen"]), ("a push is running", line["updating"])) if true]
     title = f"{name or 'default model'}: version {line['current']['version']}"
-    console.print(title + (f" ({', '.join(notes)})" if notes else ""), highlight=False)
-    console.print(_replicas_table(line["replicas"]))
+    console.print(title + (f" ({', '.join(notes)})" if notes else ""), markup=False, highlight=False)
+    console.print(replicas_table(line["replicas"]))
     if line["history"]:
         console.print(_history_table(line["history"][:limit]))
 
 
-def _replicas_table(replicas: Mapping[str, Mapping[str, Any]]) -> Table:
-    from cli.tables import make_table
+def replicas_table(replicas: Mapping[str, Mapping[str, Any]]) -> Table:
+    from cli.tables import as_cell, make_table
 
     table = make_table("replica", "version", "serving", "reason")
     for name, replica in replicas.items():
         version = replica["weight_version"]
-        table.add_row(name, "?" if version is None else str(version), "yes" if replica["healthy"] else "no", replica["reason"])
+        serving = "yes" if replica["healthy"] else "no"
+        table.add_row(as_cell(name), "?" if version is None else str(version), serving, as_cell(replica["reason"]))
     return table
 
 
 def _history_table(history: Iterable[Mapping[str, Any]]) -> Table:
-    from cli.tables import format_time, make_table
+    from cli.tables import as_cell, format_time, make_table
 
     table = make_table("version", "kind", "pushed", "path")
     for state in history:
         pushed = format_time(state["updated_at"])
-        table.add_row(str(state["version"]), state["kind"], pushed, state["path"])
+        table.add_row(str(state["version"]), state["kind"], pushed, as_cell(state["path"]))
     return table

@@ -13,6 +13,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from cli.checks import Check, print_checks
+from cli.feedback import remove_controls
 from cli.generation.attempts import Progress
 from cli.refusal import Refusal
 
@@ -39,7 +40,7 @@ class Screen:
             self._live.stop()
 
     def say(self, sentence: str) -> None:
-        self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(remove_controls(sentence), markup=False, highlight=False, soft_wrap=True)
 
     def report_needs(self, checks: Sequence[Check]) -> None:
         """Raises `Refusal` if one is to be fixed."""

@@ -239,7 +239,8 @@ def test_tasks_are_cancelled(fresh: RunningService) -> None:
 
 def test_a_task_is_shown_with_its_rollouts_and_their_failures(fresh: RunningService, redis_server: RedisServer) -> None:
     submit(fresh, task_id="a", num_samples=2, callback_url="http://127.0.0.1:9/x")
-    failed = FailureRecord(Failure.NO_CALLS, "it never called the model", "node-1:/logs/a.1.1")
+    message = "it never called the model: \x1b[2J\x1b]0;title\x07[/b] of what it printed"
+    failed = FailureRecord(Failure.NO_CALLS, message, "node-1:/logs/a.1.1")
     work_off(redis_server, 2, Verdict("failed", failure=failed))
     shown = tasks(fresh, "show", "a")
     assert shown.returncode == 0, shown.stderr
@@ -250,8 +251,10 @@ def test_a_task_is_shown_with_its_rollouts_and_their_failures(fresh: RunningServ
         "it never called the model",
         "node-1:/logs/a.1.1",
         "callback to http://127.0.0.1:9/x",
+        "[/b] of what it printed",
     ):
         assert text in shown.stdout
+    assert "\x1b" not in shown.stdout and "\x07" not in shown.stdout, "an agent cannot steer the terminal"
 
 
 def test_a_task_that_nothing_was_begun_of_says_what_it_waits_for(fresh: RunningService, redis_server: RedisServer) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from rich.console import Console
 
+from cli.engines import replicas_table as engines_table
+from cli.weights import replicas_table
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.running_service import ADMIN, TRAINER, RunningService
 from tests.support.service.verbatim_process import verbatim
@@ -110,3 +114,22 @@ def test_a_push_needs_a_path_or_a_transfer_and_the_status_names_the_fields_of_th
     status = service.request("GET", "/weights").json()
     assert set(status) == {"current", "history", "updating", "frozen", "replicas", "models"}
     assert set(status["current"]) == {"version", "path", "kind", "updated_at"}
+
+
+def test_brackets_in_names_and_reasons_are_no_markup(service: RunningService) -> None:
+    """The address was taken for a style and left out; a closing one in an engine's words ended the command with a traceback."""
+    assert service.request("POST", "/engines", json={"url": "http://[fd00::1]:9"}).status_code == 201
+    for command in (("engines", "list"), ("weights", "status")):
+        shown = verbatim(*command, VERBATIM_URL=service.url, VERBATIM_ADMIN_TOKEN=ADMIN, COLUMNS="160")
+        assert shown.returncode == 0 and "[fd00::1]:9" in shown.stdout, (command, shown)
+    replica = {
+        "weight_version": None,
+        "healthy": False,
+        "reason": "it answered 500: no [/INST]",
+        "in_flight": 0,
+        "max_calls": 0,
+    }
+    listed = {**replica, "name": "a:1", "policy": "", "status": "down", "models": ["m"], "source": "api"}
+    for table in (engines_table([listed]), replicas_table({"a:1": replica})):
+        Console(file=(out := StringIO()), width=160).print(table)
+        assert "no [/INST]" in out.getvalue()
