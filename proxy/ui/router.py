@@ -38,7 +38,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from proxy import rows
-from proxy.api.archive import part_as_wire
+from proxy.api.archive import list_images, part_as_wire
 from proxy.api.media import image_response, load_image
 from proxy.api.requests import describe, get_services, json_response, read_body, require_admin
 from proxy.api.sessions import session_as_wire
@@ -270,14 +270,15 @@ async def record_file(ui: Ui, session_id: str) -> bytes:
     view = await ui.views.load(session_id)
     named = await ui.services.archive.load_named_records(session_id, 0, -1)
     log = await ui.services.sessions.load_log(session_id)
-    images = await ui.services.media.sizes(session_id, view.state.info.created_at)
+    images = await list_images(ui.services, view.state.info, [record for _, record in named])
     return msgspec.msgpack.encode(part_as_wire(view.state, view.delivered, view.intents, named, None, log, images))
 
 
 async def page_file(ui: Ui, session_id: str) -> bytes:
     log = await ui.services.sessions.load_log(session_id)
     view = await ui.views.load(session_id)
-    images = await ui.services.media.load(await ui.services.media.sizes(session_id, view.state.info.created_at))
+    records = () if view.state.info.replay is None else await ui.services.sessions.load_records(session_id)
+    images = await ui.services.media.load(await list_images(ui.services, view.state.info, records))
     return await export_page(view, ui.texts, log, images)
 
 

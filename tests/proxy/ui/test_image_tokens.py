@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 from selenium.webdriver.common.keys import Keys
 
@@ -70,6 +71,18 @@ def test_a_page_of_tokens_names_the_images_that_they_stand_for(service: RunningS
     assert told(f"calls/{second['call_id']}") == told(f"rows/{row['trajectory_id']}") == [red, blue] == spans(row)
     assert told(f"calls/{second['call_id']}", 400) == [blue], "the page that begins among its placeholders"
     assert told(f"calls/{second['call_id']}", blue[3]) == []
+
+
+def test_a_downloaded_fork_has_the_images_that_it_replays(service: RunningService, session: Session) -> None:
+    """They are its origin's, and were left out: `verbatim view` of a fork showed none, and nothing loads them into the file."""
+    fork = service.session(replay={"session_id": session.session_id, "on_divergence": "fail"})
+    asked = [message("What is this?", RED)]
+    fork.answer([*asked, fork.answer(asked), message("And this?", BLUE)])
+    downloads = f"/ui/sessions/{fork.session_id}/download"
+    shown = service.request("GET", f"{downloads}/page.html").text.partition("<body")[2].partition("<script")[0]
+    assert all(f'src="{url_of(data)}"' in shown for data in (RED, BLUE)) and "sha256:" not in shown
+    record = msgpack.unpackb(service.request("GET", f"{downloads}/record.msgpack").content)
+    assert record["media"] == sorted(map(digest, (RED, BLUE)))
 
 
 def test_the_image_of_a_span_is_as_it_was_sent(service: RunningService, session: Session) -> None:
