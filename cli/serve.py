@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -180,22 +181,23 @@ def serve(
         "log_format": log_format,
         "log_calls": log_calls or None,
     }
-    settings = read_settings({name: value for name, value in flags.items() if value is not None})
+    settings = read_settings(flags)
     logs.configure(log_level, settings.log_format)
     service.run(settings, workers, log_level)
 
 
 def read_settings(flags: dict[str, Any]) -> Settings:
-    """The settings with `flags` over the environment. Raises `Refusal` (exit code 2) that names the flag and the variable."""
+    """The settings with `flags`, by their names, over the environment; None: not given. Raises `Refusal` (exit code 2) that names the
+    variable, and the flag if there is one."""
     from pydantic import ValidationError
     from pydantic_settings import SettingsError
 
     from proxy.settings import Settings
 
     try:
-        settings = Settings(**flags)
+        settings = Settings(**{name: value for name, value in flags.items() if value is not None})
     except ValidationError as error:
-        raise Refusal(_explain(error.errors()[0]), exit_code=2) from error
+        raise Refusal(_explain(error.errors()[0], flags), exit_code=2) from error
     except SettingsError as error:
         raise Refusal(_explain_json(error), exit_code=2) from error
     if not settings.engine and "engine" not in settings.model_fields_set:
@@ -213,14 +215,15 @@ def _explain_json(error: SettingsError) -> str:
     return f"VERBATIM_{name.upper()} is not JSON, the format of lists and tables: {error.__cause__ or error}{hint}"
 
 
-def _explain(problem: Any) -> str:
+def _explain(problem: Any, flags: Container[str]) -> str:
     name = str(problem["loc"][0])
-    flag, variable = "--" + name.replace("_", "-"), "VERBATIM_" + name.upper()
+    variable = "VERBATIM_" + name.upper()
+    given_by = f"--{name.replace('_', '-')} (or {variable})" if name in flags else variable
     reason = problem["msg"].removeprefix("Value error, ")
     reason = reason[:1].lower() + reason[1:]
     if name in SECRET:
         return f"{variable} is invalid: {reason}"
-    return f"{flag} (or {variable}) {str(problem['input'])!r} is invalid: {reason}"
+    return f"{given_by} {str(problem['input'])!r} is invalid: {reason}"
 
 
 def engine_url(text: str) -> str:
