@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from collections.abc import Iterator
 from io import StringIO
@@ -16,8 +17,9 @@ from rich.console import Console
 from cli.engines import replicas_table as engines_table
 from cli.weights import replicas_table
 from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.running_service import ADMIN, TRAINER, RunningService
-from tests.support.service.verbatim_process import verbatim
+from tests.support.service.verbatim_process import environment, verbatim, wait_until
 
 
 @pytest.fixture
@@ -68,6 +70,25 @@ def test_a_replica_that_fails_is_named_and_the_exit_code_says_so(
     done = weights(service, "push", "/nowhere")
     assert done.returncode == 1
     assert "no replica serves version 2; nothing has changed" in done.stderr
+
+
+def test_who_watches_a_push_may_stop_and_the_push_goes_on(
+    service: RunningService, engines: list[ScriptedEngine], tmp_path: Path
+) -> None:
+    """Ctrl-C ended the command without a word, as if the push had ended with it."""
+    held = engines[0].weights.hold("update", done=False)
+    variables = environment(VERBATIM_URL=service.url, VERBATIM_ADMIN_TOKEN=ADMIN)
+    command = ("weights", "push", version_folder(tmp_path, 1))
+    pushing = ForkedVerbatim(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert held.reached.wait(60)
+        pushing.send_signal(signal.SIGINT)
+        _, stderr = pushing.communicate(timeout=60)
+    finally:
+        held.released.set()
+    assert pushing.returncode == 130
+    assert stderr == "verbatim: no longer waiting; the push may still go on (verbatim weights status shows the outcome)\n"
+    wait_until(lambda: service.request("GET", "/weights").json()["current"]["version"] == 1, 60, "the push ends")
 
 
 @pytest.mark.parametrize(
