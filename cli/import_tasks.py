@@ -154,9 +154,8 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
         else:
             text = path.read_text(encoding="utf-8")
             rows = (
-                [json.loads(line) for line in text.splitlines() if line.strip()]
-                if path.suffix == ".jsonl"
-                else json.loads(text)
+                # Not splitlines(), which also ends a line at characters that JSON strings hold as they are, such as U+2028.
+                [json.loads(line) for line in text.split("\n") if line.strip()] if path.suffix == ".jsonl" else json.loads(text)
             )
     except (OSError, ValueError) as error:
         raise Refusal(f"{path} cannot be read: {error}") from error

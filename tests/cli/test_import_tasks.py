@@ -92,6 +92,14 @@ def test_rows_of_swebench_become_tasks(instance: Instance, tmp_path: Path, suffi
     assert f"another task is called {task['task_id']}, too" in done.stderr
 
 
+def test_a_row_may_hold_characters_that_end_lines_elsewhere(instance: Instance, tmp_path: Path) -> None:
+    """JSON has U+2028 and U+0085 as they are; the file was refused as broken."""
+    file, said = tmp_path / "rows.jsonl", "one\u2028two\x85three"
+    file.write_text(json.dumps({**instance.row, "problem_statement": said}, ensure_ascii=False) + "\n", encoding="utf-8")
+    _, (task,) = imported("swebench", str(file), "--harness", "pi", "--runtime", "apptainer")
+    assert said in task["instruction"]
+
+
 @pytest.mark.parametrize(
     ("args", "code", "says"),
     [
