@@ -313,7 +313,8 @@ class Flow:
         turn, replica, plan = planned.turn, planned.replica, planned.plan
         turn.timeline.begin(SAMPLE)
         kind = self._kinds.of(replica)
-        job = Job(turn.call_id, turn.request, planned.sampling, turn.scope, wanted=wanted_of(planned, self._settings))
+        planned, wanted = want_details(planned, self._settings)
+        job = Job(turn.call_id, turn.request, planned.sampling, turn.scope, wanted=wanted)
         job.id_text = self._kinds.id_text(turn.session_id)
         if plan is not None:
             job.prompt_ids, job.body, job.media = plan.prompt_ids, plan.body, plan.media
@@ -450,18 +451,20 @@ def overrides(sampling: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in sampling.items() if name not in _KEPT}
 
 
-def wanted_of(planned: Planned, settings: Settings) -> Wanted:
-    """The details to ask the engine for; of routed experts only those of positions that no record has."""
+def want_details(planned: Planned, settings: Settings) -> tuple[Planned, Wanted]:
+    """The details to ask the engine for; of routed experts only those of positions that no record has. The prompt is then stored on the
+    call that has the others, whatever is recorded meanwhile."""
     tree, plan = planned.turn.tree, planned.plan
     kept = {name: tree.info.sampling.get(name, getattr(settings, f"keep_{name}")) for name in _KEPT}
     wanted = Wanted(**kept)
     if not wanted.routed_experts or plan is None:
-        return wanted
+        return planned, wanted
     where = place(tree, planned.found, plan.prompt_ids, plan.branch_reason)
     base = tree.forest.calls[where.base_id].node if where.base_id is not None else None
     if base is None or base.details is None or base.details.routed_experts is None:
-        return wanted
-    return replace(wanted, routed_from=where.base_length - 1)
+        return planned, wanted
+    found = replace(planned.found, base=where.base_id)
+    return replace(planned, found=found), replace(wanted, routed_from=where.base_length - 1)
 
 
 def logprob_mode(replica: Replica, settings: Settings) -> str:

@@ -148,7 +148,7 @@ def place(
     parent_id = found.parent.call_id if found.parent else None
     if prompt_ids is None:
         return Place(parent_id, _root_reason(tree, found) if parent_id is None else IDS_UNKNOWN, None, 0, pack_ids(()))
-    base = _nearest_known(tree, parent_id or found.near or next(reversed(tree.forest.calls), None))
+    base = _nearest_known(tree, parent_id or found.near or found.base or next(reversed(tree.forest.calls), None))
     known = tree.known_ids(base) if base is not None else None
     shared = shared_length(known, prompt_ids) if known is not None else 0
     if base is not None and (media or tree.forest.has_media):

@@ -163,6 +163,8 @@ class Continuation:
     replay: Replay | None = None
     """How the request replays the parent and all calls before it."""
     chained: Chained | None = None
+    base: str | None = None
+    """The call on whose ids the prompt of a request without a parent is stored if `near` is None; None: the latest."""
 
     @property
     def fingerprint(self) -> bytes:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import base64
 import io
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -113,6 +115,30 @@ def test_only_what_is_new_is_asked_for_and_stored(engine: ScriptedEngine, token_
     assert starts == [0, known - 1]
     assert [made.sampling["skip_reading_prefix_cache"] for made in engine.generations] == [True, True]
     assert len(second["prompt_ids"]) > known
+
+
+def test_experts_that_were_not_asked_for_again_are_found_whatever_is_recorded_meanwhile(
+    engine: ScriptedEngine, token_service: RunningService
+) -> None:
+    """Two agents of one session begin alike. The second one's prompt was stored on the call recorded last when it ended, which had not
+    the beginning: nobody had its experts."""
+    session, gate = token_service.session(sampling=EVERYTHING), threading.Event()
+    system = turn("system", "You are an agent in Paris. " * 10)
+    engine.say("hello world", Say("hello", gate=gate, gate_after=1))
+    session.ask([system, turn("user", "one")])
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            late = pool.submit(session.ask, [system, turn("user", "two")])
+            engine.wait_for(lambda: len(engine.generations) == 2)
+            session.ask([turn("user", "three")], max_tokens=4)
+        finally:
+            gate.set()
+        late.result(60)
+    assert engine.generations[1].sampling["routed_experts_prompt_start"] > 0
+    rows = rows_of(session)
+    assert len(rows) == 3
+    for row in rows:
+        check_routed(row)
 
 
 def test_streamed_replies_have_them_too(engine: ScriptedEngine, service: RunningService) -> None:
