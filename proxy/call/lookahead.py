@@ -120,7 +120,9 @@ async def _ask_endpoint(turn: Turn, candidates: Sequence[engine.Sampled], url: s
     }
     try:
         with Waiting(ENGINE):
-            async with aiohttp.ClientSession() as client, client.post(url, json=body) as answer:
+            # The session's own time is the only limit.
+            unlimited = aiohttp.ClientTimeout(total=None)
+            async with aiohttp.ClientSession(timeout=unlimited) as client, client.post(url, json=body) as answer:
                 content, status = b"", answer.status
                 async for piece in answer.content.iter_any():
                     content += piece

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from statistics import mean
 from typing import Any
 
+import aiohttp
 import pytest
 from openai import APIStatusError, AuthenticationError, InternalServerError
 
@@ -32,15 +34,18 @@ def running(redis_server: RedisServer) -> Iterator[Running]:
 
 
 class Chooser:
-    """An endpoint that chooses: `choices` are its next answers, a number or a whole body; `asked` what it was given."""
+    """An endpoint that chooses: `choices` are its next answers, a number or a whole body, each after `seconds`; `asked` is what it was
+    given."""
 
     def __init__(self) -> None:
         asked: list[dict[str, Any]] = []
         choices: list[Any] = []
+        chooser = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+                time.sleep(chooser.seconds)
                 choice = choices.pop(0)
                 body = json.dumps({"choice": choice} if isinstance(choice, int) else choice).encode()
                 self.send_response(200)
@@ -51,7 +56,7 @@ class Chooser:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self.asked, self.choices = asked, choices
+        self.asked, self.choices, self.seconds = asked, choices, 0.0
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}/choose"
         self._thread = threading.Thread(target=self._server.serve_forever)
@@ -276,6 +281,18 @@ def test_a_failed_choice_has_a_code_of_its_own(engine: ScriptedEngine, token_ser
         slow.ask("q")
     told = token_service.request("GET", f"/sessions/{slow.session_id}").json()["unserved"]
     assert told["code"] == "chooser_failed"
+
+
+def test_an_endpoint_may_take_as_long_as_the_session_says(
+    engine: ScriptedEngine, token_service: RunningService, chooser: Chooser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The HTTP client gave up after five minutes of its own, whatever was asked for."""
+    monkeypatch.setattr("aiohttp.client.DEFAULT_TIMEOUT", aiohttp.ClientTimeout(total=0.1))
+    engine.say("first", "second")
+    chooser.choices.append(1)
+    chooser.seconds = 0.5
+    session = token_service.session(lookahead={"n": 2, "choose": "http", "url": chooser.url, "timeout_seconds": 3600})
+    assert session.answer("q")["content"] == "second"
 
 
 def test_an_engine_that_refuses_a_lookahead_leaves_nothing(engine: ScriptedEngine, service: RunningService) -> None:
