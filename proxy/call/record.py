@@ -251,11 +251,14 @@ def _preamble(request: Request) -> bytes:
 
 
 def minted_delta(delta: Delta, call_ids: Sequence[str]) -> Delta:
-    """The delta with tool-call ids that name its call; `call_ids` holds one per choice."""
+    """The delta with tool-call ids that name its call, also where the engine gave none; `call_ids` holds one per choice."""
     if delta.tool_calls:
         call_id = call_ids[delta.index]
         delta.tool_calls = [
-            {**call, "id": tool_call_id(call_id, call.get("index", 0))} if call.get("id") else call for call in delta.tool_calls
+            {**call, "id": tool_call_id(call_id, call.get("index", 0))}
+            if call.get("id") or engine.names_function(call)
+            else call
+            for call in delta.tool_calls
         ]
     return delta
 

@@ -244,10 +244,8 @@ class Assembly:
         if len(piece) == 1 and content:
             return Delta(self.index, content)
         reasoning = piece.get("reasoning_content") or piece.get("reasoning") or ""
-        calls = piece.get("tool_calls") or []
+        calls = [self._add_call(call) for call in piece.get("tool_calls") or ()]
         self._reasoning.append(reasoning)
-        for position, call in enumerate(calls):
-            self._add_call(call.get("index", position), call)
         return Delta(self.index, content, reasoning, calls)
 
     def message(self) -> dict[str, Any]:
@@ -264,12 +262,25 @@ class Assembly:
         """Whether any piece came, even an empty one: the engine has begun to reply."""
         return bool(self._content)
 
-    def _add_call(self, position: int, call: Mapping[str, Any]) -> None:
+    def _add_call(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Append a piece of a tool call; returns it with its position. A server may leave that out: then a piece that names a function
+        begins the next call, and any other goes on with the last."""
+        position = call.get("index")
+        if position is None:
+            last = max(self._calls, default=-1)
+            position = last + 1 if last < 0 or names_function(call) else last
+            call = {**call, "index": position}
         known = self._calls.setdefault(position, {"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
         function = call.get("function") or {}
         known["id"] = known["id"] or call.get("id") or ""
         known["function"]["name"] += function.get("name") or ""
         known["function"]["arguments"] += function.get("arguments") or ""
+        return call
+
+
+def names_function(piece: Mapping[str, Any]) -> bool:
+    """Whether a piece of a tool call says what is called, as the first does."""
+    return bool((piece.get("function") or {}).get("name"))
 
 
 class CertainText:

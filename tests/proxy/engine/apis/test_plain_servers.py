@@ -70,6 +70,23 @@ class LlamaCpp(ScriptedEngine):
         await exchange.close_stream()
 
 
+class Unnumbered(LlamaCpp):
+    """Streams these pieces of tool calls, which say neither position nor id."""
+
+    def __init__(self, chunks: list[list[dict[str, Any]]]) -> None:
+        super().__init__()
+        self.chunks = chunks
+
+    async def _stream(self, exchange: Exchange, head: dict[str, Any]) -> None:
+        await exchange.open_stream()
+        for calls in self.chunks:
+            delta = {"role": "assistant", "content": "", "tool_calls": calls}
+            await exchange.event({**head, "choices": [{"finish_reason": None, "index": 0, "delta": delta}]})
+        last = {"choices": [{"finish_reason": "tool_calls", "index": 0, "delta": {}}], "usage": USAGE}
+        await exchange.event({**head, **last})
+        await exchange.close_stream()
+
+
 @pytest.fixture(scope="module")
 def service() -> Iterator[RunningService]:
     """The server is probed, not declared."""
@@ -110,6 +127,34 @@ def test_its_conversations_hang_together_all_the_same(service: RunningService) -
     session.answer([turn("user", "q"), message, result], tools=TOOLS)
     first, second = session.calls
     assert second["parent_id"] == first["call_id"]
+
+
+def piece_of(arguments: str, **function: str) -> dict[str, Any]:
+    return {"type": "function", "id": None, "function": {**function, "arguments": arguments}}
+
+
+ALPHA, BETA = '{"key": "alpha"}', '{"key": "beta"}'
+WHOLE = [piece_of(arguments, name="lookup") for arguments in (ALPHA, BETA)]
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [WHOLE],
+        [[each] for each in WHOLE],
+        [[piece_of("", name="lookup")], [piece_of(ALPHA[:5])], [piece_of(ALPHA[5:])], [WHOLE[1]]],
+    ],
+    ids=["in one chunk", "in one each", "in pieces"],
+)
+def test_tool_calls_that_come_without_position_and_id_are_told_as_they_are_recorded(chunks: list[list[dict[str, Any]]]) -> None:
+    """They were told without either, and by the other dialects as one call with the arguments of both."""
+    with Unnumbered(chunks) as engine, running_redis() as redis, RunningService(engine.url, redis.url) as service:
+        session = service.session()
+        told = assemble(session.ask([turn("user", "q")], tools=TOOLS, stream=True))["tool_calls"]
+        assert [call["function"]["arguments"] for call in told] == [ALPHA, BETA]
+        (call,) = session.calls
+        assert told == call["reply"]["tool_calls"]
+        assert [each["id"] for each in told] == [f"call_{call['call_id']}_{position}" for position in (0, 1)]
 
 
 def test_a_context_too_long_is_said_in_the_harnesss_words(service: RunningService) -> None:
