@@ -302,8 +302,12 @@ def build_reply(recording: Recording, request: Request, calls: Sequence[Call]) -
     return reply
 
 
-def _logprobs(call: Call) -> list[dict[str, Any]]:
-    pairs = zip(call.node.completion_ids.tolist(), call.node.logprobs.tolist(), strict=True)
+def _logprobs(call: Call) -> list[dict[str, Any]] | None:
+    """None where the engine did not tell the ids or the logprobs of all that it sampled."""
+    ids, logprobs = call.node.completion_ids, call.node.logprobs
+    if len(ids) != len(logprobs):
+        return None
+    pairs = zip(ids.tolist(), logprobs.tolist(), strict=True)
     return [{"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []} for token, value in pairs]
 
 

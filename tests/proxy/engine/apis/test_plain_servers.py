@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from tests.proxy.call.test_flow import TOOLS, assemble, turn
+from tests.proxy.call.test_replay import fork
 from tests.support.engine.scripted_engine import Exchange, ScriptedEngine
 from tests.support.service.redis_server import running_redis
 from tests.support.service.running_service import RunningService
@@ -127,6 +128,15 @@ def test_its_conversations_hang_together_all_the_same(service: RunningService) -
     session.answer([turn("user", "q"), message, result], tools=TOOLS)
     first, second = session.calls
     assert second["parent_id"] == first["call_id"]
+
+
+def test_its_replies_are_replayed_also_to_a_harness_that_asks_for_logprobs(service: RunningService) -> None:
+    """It tells logprobs without ids: the fork answered 500, for it looked for the id of each."""
+    origin = service.session()
+    told = origin.ask([turn("user", "q")], logprobs=True).choices[0]
+    replayed = fork(service, origin).ask([turn("user", "q")], logprobs=True).choices[0]
+    assert (told.message.content, told.logprobs.content[0].logprob) == ("hello", -0.25)
+    assert (replayed.message.content, replayed.logprobs) == ("hello", None)
 
 
 def piece_of(arguments: str, **function: str) -> dict[str, Any]:
