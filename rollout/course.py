@@ -23,7 +23,7 @@ from rollout.attempts import (
     runtime_name,
 )
 from rollout.evaluation import Evaluation
-from rollout.evaluators.base import Run
+from rollout.evaluators.base import Run, shorten
 from rollout.harnesses.catalogue import find_definition
 from rollout.harnesses.definition import Harness
 from rollout.harnesses.prepared import UnknownBaseUrl
@@ -102,7 +102,8 @@ class Course:
             with self._translate_errors():
                 verdict = await self._attempt()
         except RolloutFailed as failed:
-            failure = FailureRecord(failed.failure, failed.message, failed.look or self._logs.place())
+            # It may quote what the agent wrote, at any length and in any encoding.
+            failure = FailureRecord(failed.failure, shorten(failed.message), failed.look or self._logs.place())
             log.warning("rollout %s: %s: %s", self.attempt.session_id, failure.failure, failure.message)
             if await self._give_up(failure):
                 return None

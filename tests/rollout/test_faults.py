@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
@@ -132,6 +133,21 @@ async def test_a_score_that_cannot_be_kept_is_no_reward(world: World) -> None:
         (state,) = await world.ended(task)
     assert state.verdict is not None and state.verdict.failure is not None
     assert (state.verdict.failure.failure, state.attempt) == (Failure.BAD_REWARD, 1), state.verdict.failure.message
+
+
+def quoting_a_file_name(case: Any) -> float:
+    raise ValueError("no reward for " + os.fsdecode(b"caf\xe9.txt") + " " * 2**20)
+
+
+async def test_a_failure_is_kept_whatever_its_message_quotes_of_the_agents(world: World) -> None:
+    """The name is no UTF-8, as the agent's files may be called."""
+    scored = EvaluatorSpec("python", {"entry": f"{__name__}:quoting_a_file_name"}, fresh_runtime=False)
+    task = await world.submit(a_task(evaluator=scored))
+    async with world.node():
+        (state,) = await asyncio.wait_for(world.ended(task), SECONDS)
+    assert state.verdict is not None and state.verdict.failure is not None
+    assert (state.verdict.failure.failure, state.attempt) == (Failure.EVALUATOR_FAILED, 1)
+    assert "no reward for caf?.txt" in state.verdict.failure.message and len(state.verdict.failure.message) < 2**16
 
 
 async def test_an_evaluator_that_breaks_is_not_the_nodes_failure(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
