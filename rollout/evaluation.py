@@ -12,7 +12,7 @@ from rollout.evaluators import catalogue
 from rollout.evaluators.base import BadReward, Case, EvaluationFailed, EvaluationTimedOut, Run, Score, parse_score
 from rollout.logs import AttemptLogs
 from rollout.runtimes.base import Runtime, RuntimeFailed
-from rollout.sessions import SessionFailed
+from rollout.sessions import SessionFailed, SessionRefused
 from rollout.stages import within
 from rollout.steps import NodeParts, carry_out, remove
 from rollout.task import EvaluatorSpec, Task
@@ -65,6 +65,8 @@ class Evaluation:
         except EvaluationTimedOut as error:
             raise RolloutFailed(Failure.EVALUATOR_TIMEOUT, str(error), self._logs.place("evaluate.err")) from error
         except EvaluationFailed as error:
+            raise RolloutFailed(Failure.EVALUATOR_FAILED, str(error), self._logs.place("evaluate.err")) from error
+        except SessionRefused as error:
             raise RolloutFailed(Failure.EVALUATOR_FAILED, str(error), self._logs.place("evaluate.err")) from error
         except (RolloutFailed, RuntimeFailed, SessionFailed, OSError):
             raise

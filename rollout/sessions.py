@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -32,6 +32,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, sto
 from rollout.attempts import Ended
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 ACCEPT = "application/msgpack;arrays=packed"
 ARRAYS = ("prompt_ids", "completion_ids", "logprobs", "weight_versions")
@@ -98,7 +99,7 @@ class Sessions:
                 await self.delete(session_id)
                 return await self._send("POST", "/sessions", body)
 
-        answer: dict[str, Any] = (await self._repeat(attempt, wait=wait)).json()
+        answer: dict[str, Any] = (await self.repeat(attempt, wait=wait)).json()
         return OpenSession(answer["session_id"], answer["api_key"], answer["base_urls"])
 
     async def check_ready(self) -> None:
@@ -182,9 +183,10 @@ class Sessions:
     async def _ask(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, params: Mapping[str, Any] | None = None
     ) -> httpx.Response:
-        return await self._repeat(partial(self._send, method, path, body, params))
+        return await self.repeat(partial(self._send, method, path, body, params))
 
-    async def _repeat(self, send: Callable[[], Awaitable[httpx.Response]], *, wait: bool = True) -> httpx.Response:
+    async def repeat(self, send: Callable[[], Awaitable[T]], *, wait: bool = True) -> T:
+        """What `send` gives, which is tried again after `NoAnswer` for at most `retry_seconds`. Raises `SessionFailed`."""
         retry, stop = retry_if_exception_type(NoAnswer), stop_before_delay(self._retry_seconds)
         while True:
             try:
@@ -300,7 +302,10 @@ def _read_retry_after(response: httpx.Response) -> float | None:
 
 
 JUDGE_SECONDS = 600.0
-LATER = (408, 429, 502, 503, 504)
+MODELS_KINDS: Mapping[int, type[SessionFailed]] = {
+    **dict.fromkeys((408, 429, 502, 503, 504), NoAnswer),
+    **dict.fromkeys((400, 404, 413, 422), SessionRefused),
+}
 
 
 async def find_first_model(url: str, opened: OpenSession) -> str:
@@ -321,11 +326,12 @@ class Judge:
         self._sessions, self._url = sessions, url
 
     async def ask(self, model: str, messages: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any]) -> str:
-        """The text of the reply. Raises `SessionFailed`."""
+        """The text of the reply; a call that is not served is made again. Raises `SessionRefused` for a call that never will be, and
+        `SessionFailed`."""
         opened = await self._sessions.create(f"judge-{uuid.uuid4().hex}", metadata={"purpose": "judge"}, trained=False)
         try:
             body = {**sampling, "model": model, "messages": list(messages)}
-            answer = await _request(self._url, opened, "POST", "chat/completions", body)
+            answer = await self._sessions.repeat(partial(_request, self._url, opened, "POST", "chat/completions", body))
             return str(answer["choices"][0]["message"].get("content") or "")
         finally:
             with suppress(SessionFailed):
@@ -341,6 +347,6 @@ async def _request(url: str, opened: OpenSession, method: str, path: str, body: 
     except httpx.TransportError as error:
         raise NoAnswer(f"{method} {where}: no answer: {error or type(error).__name__}") from error
     if response.status_code >= 300:
-        kind = NoAnswer if response.status_code in LATER else SessionFailed
+        kind = MODELS_KINDS.get(response.status_code, SessionFailed)
         raise kind(f"{method} {where}: {response.status_code}: {response.text[:500]}", response.status_code)
     return response.json()

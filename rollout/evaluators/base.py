@@ -53,7 +53,7 @@ class Run:
 
 Ask = Callable[[str, Sequence[Mapping[str, Any]], Mapping[str, Any]], Awaitable[str]]
 """(model, chat messages, sampling) -> the text of a frozen model's reply, sampled outside the rollout's session. Raises
-`SessionFailed`."""
+`SessionFailed`, of which `SessionRefused` counts as a failure of the evaluator."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -263,6 +263,34 @@ async def test_a_judge_is_asked_also_while_trainers_are_behind(engine: ScriptedE
                 await sessions.create("v.0.1", group_id="v", trained=False)
 
 
+JUDGED = EvaluatorSpec("llm_judge", {"rubric": "10 for a greeting", "model": "policy"}, fresh_runtime=False)
+
+
+async def test_a_judge_whose_engine_fails_a_call_is_asked_again(world: World, engine: ScriptedEngine) -> None:
+    """The agent's work is done: it must not be lost to a replica that restarts."""
+    replies = iter([Say("hello world"), Fail(), Fail(), Say('{"score": 10}')])
+    engine.script = lambda generation, index: next(replies)
+    task = await world.submit(a_task(evaluator=JUDGED))
+    async with world.node():
+        (state,) = await world.ended(task)
+    assert (state.status, state.attempt, state.failures) == ("completed", 1, ())
+    assert state.verdict is not None and state.verdict.reward == 1.0
+
+
+async def test_an_evaluator_whose_question_to_a_judge_is_refused_is_not_tried_again(
+    world: World, engine: ScriptedEngine
+) -> None:
+    """Such as one that is too long: the next attempt of the agent would end there, too."""
+    asked = count()
+    engine.script = lambda generation, index: Fail(status=400, message="too long") if next(asked) else Say("hello world")
+    task = await world.submit(a_task(evaluator=JUDGED))
+    async with world.node():
+        (state,) = await world.ended(task)
+    assert state.verdict is not None and state.verdict.failure is not None
+    assert (state.verdict.failure.failure, state.attempt) == (Failure.EVALUATOR_FAILED, 1), state.failures
+    assert "too long" in state.verdict.failure.message
+
+
 async def test_a_group_that_has_begun_is_completed_by_a_node_whose_only_slot_is_wanted_by_another(
     engine: ScriptedEngine, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
