@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import posixpath
 from collections.abc import Sequence
 from pathlib import PurePosixPath
@@ -18,6 +19,10 @@ from rollout.steps import NodeParts, carry_out, remove
 from rollout.task import EvaluatorSpec, Task
 
 COLLECTED_BYTES = 1 << 30
+NODES_OWN = frozenset(
+    getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EROFS", "EIO", "EMFILE", "ENFILE", "ENOMEM", "EAGAIN")
+)
+"""Errors of the system that say that the node lacks something, whatever was evaluated."""
 WORKDIR, ROOT = ".", "/"
 
 
@@ -68,10 +73,13 @@ class Evaluation:
             raise RolloutFailed(Failure.EVALUATOR_FAILED, str(error), self._logs.place("evaluate.err")) from error
         except SessionRefused as error:
             raise RolloutFailed(Failure.EVALUATOR_FAILED, str(error), self._logs.place("evaluate.err")) from error
-        except (RolloutFailed, RuntimeFailed, SessionFailed, OSError):
+        except (RolloutFailed, RuntimeFailed, SessionFailed):
             raise
         except Exception as error:
-            # An installed evaluator's error, which every attempt would meet.
+            if isinstance(error, OSError) and error.errno in NODES_OWN:
+                raise
+            # An installed evaluator's error, which every attempt would meet: many that are no fault of the node are an OSError, too, such
+            # as its own time limit or a name that does not resolve.
             message = f"{self._spec.kind} raised {type(error).__name__}: {error}"
             raise RolloutFailed(Failure.EVALUATOR_FAILED, message, self._logs.place("evaluate.err")) from error
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
@@ -21,6 +23,7 @@ from proxy.store.connection import StoreConnection
 from proxy.store.states import Unserved
 from rollout.attempts import RETRIED, AttemptId, Failure, RolloutFailed
 from rollout.evaluators import catalogue
+from rollout.evaluators.base import Score
 from rollout.logs import AttemptLogs
 from rollout.runtimes.base import Executed
 from rollout.sessions import Judge, NoAnswer, SessionRefused, Sessions
@@ -150,12 +153,18 @@ async def test_a_failure_is_kept_whatever_its_message_quotes_of_the_agents(world
     assert "no reward for caf?.txt" in state.verdict.failure.message and len(state.verdict.failure.message) < 2**16
 
 
-async def test_an_evaluator_that_breaks_is_not_the_nodes_failure(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("score"), TimeoutError("no answer"), socket.gaierror(-2, "no such host"), FileNotFoundError(2, "no rules")],
+)
+async def test_an_evaluator_that_breaks_is_not_the_nodes_failure(
+    world: World, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     class Broken:
         name, needs_runtime = "broken", False
 
         async def evaluate(self, case: Any) -> Any:
-            raise KeyError("score")
+            raise error
 
     monkeypatch.setattr(catalogue, "load", lambda name: Broken())
     task = await world.submit(a_task())
@@ -163,7 +172,27 @@ async def test_an_evaluator_that_breaks_is_not_the_nodes_failure(world: World, m
         (state,) = await world.ended(task)
     assert state.verdict is not None and state.verdict.failure is not None
     assert (state.verdict.failure.failure, state.attempt) == (Failure.EVALUATOR_FAILED, 1)
-    assert "KeyError" in state.verdict.failure.message
+    assert type(error).__name__ in state.verdict.failure.message
+
+
+async def test_an_evaluator_for_which_the_node_has_no_room_is_tried_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = count()
+
+    class Writes:
+        name, needs_runtime = "writes", False
+
+        async def evaluate(self, case: Any) -> Any:
+            if next(asked) == 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return Score(1.0)
+
+    monkeypatch.setattr(catalogue, "load", lambda name: Writes())
+    task = await world.submit(a_task())
+    async with world.node():
+        (state,) = await world.ended(task)
+    assert ([failure.failure for failure in state.failures], state.status) == ([Failure.NODE_FAILED], "completed")
 
 
 async def test_a_rollout_ends_also_when_the_service_will_never_take_its_session(world: World) -> None:
