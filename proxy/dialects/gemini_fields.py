@@ -159,7 +159,7 @@ def parse_tool_choice(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]
 # Google's schemas, a subset of OpenAPI 3.0, as the JSON Schema that engines and chat templates read.
 
 _COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength")
-_OPENAPI_FORMATS = frozenset({"int32", "int64", "float", "double", "enum"})
+_OPENAPI_FORMATS = ("int32", "int64", "float", "double", "enum")
 """Unknown to JSON Schema and redundant: the type already says it."""
 
 

@@ -267,7 +267,7 @@ def _resolve(item: Mapping[str, Any], item_id: ItemId, message: dict[str, Any], 
 
 # Content and its parts.
 
-_TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
 def _chat_content(content: Any) -> Any:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
 
 import httpx
 import pytest
 
+from proxy.call.tree import Draft, SessionTree
+from proxy.dialects.base import Incoming
+from proxy.dialects.catalogue import dialects
 from proxy.dialects.fields import decode, split_body
 from proxy.errors import RequestError
+from proxy.store.states import SessionInfo
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service import plain_http
 from tests.support.service.running_service import RunningService
@@ -86,3 +93,114 @@ def _post(session: object, messages: list[dict[str, object]]) -> httpx.Response:
         headers={"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json"},
         timeout=120,
     )
+
+
+FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
+SCHEMA = {"type": "OBJECT", "properties": {"a": {"type": "STRING", "format": "enum", "enum": ["x"], "nullable": True}}}
+RICH: dict[str, dict[str, Any]] = {
+    "chat": {
+        "model": "m",
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "q"}]},
+            {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]},
+            {"role": "tool", "tool_call_id": "c", "content": "r"},
+        ],
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "stop": ["a"],
+        "top_logprobs": 1,
+        "logprobs": True,
+        "stream_options": {"include_usage": True},
+    },
+    "completions": {"model": "m", "prompt": [[1, 2]], "logprobs": 1, "stop": ["a"], "stream_options": {"include_usage": True}},
+    "messages": {
+        "model": "m",
+        "system": [{"type": "text", "text": "s"}],
+        "messages": [
+            {"role": "user", "content": [{"type": "document", "source": {"type": "text", "data": "d"}, "title": "t"}]},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "t", "signature": "s"}]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}]},
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "r"}]}],
+            },
+        ],
+        "tools": [{"name": "f", "input_schema": {"type": "object"}}, {"type": "bash_20250124", "name": "bash"}],
+        "tool_choice": {"type": "tool", "name": "f"},
+        "thinking": {"type": "enabled", "display": "omitted"},
+        "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {}}},
+        "context_management": {"edits": [{"type": "clear_thinking_1", "keep": {"type": "all"}}]},
+    },
+    "responses": {
+        "model": "m",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "q"}]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "encrypted_content": "e"},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "o"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "namespace": "n"},
+            {"type": "custom_tool_call", "call_id": "d", "name": "g", "input": "t"},
+            {"type": "apply_patch_call", "call_id": "e", "operation": {"type": "delete_file", "path": "a"}},
+            {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "r"}]},
+            {"type": "agent_message", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "additional_tools", "tools": [{"type": "function", "name": "z"}]},
+        ],
+        "tools": [
+            {"type": "function", **FUNCTION},
+            {"type": "custom", "name": "g", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}},
+            {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "h"}]},
+            {"type": "shell", "environment": {"type": "local"}},
+        ],
+        "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]},
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "text": {"format": {"type": "json_schema", "name": "a", "schema": {}}},
+    },
+    "gemini": {
+        "systemInstruction": {"parts": [{"text": "s"}]},
+        "contents": [
+            {"role": "user", "parts": [{"text": "q"}, {"executableCode": {"language": "PYTHON", "code": "x"}}]},
+            {
+                "role": "model",
+                "parts": [{"text": "t", "thought": True}, {"functionCall": {"id": "c", "name": "f", "args": {"a": 1}}}],
+            },
+            {"role": "user", "parts": [{"functionResponse": {"id": "c", "name": "f", "response": {"output": "r"}}}]},
+        ],
+        "generationConfig": {
+            "stopSequences": ["a"],
+            "responseMimeType": "application/json",
+            "responseSchema": SCHEMA,
+            "thinkingConfig": {"includeThoughts": True, "thinkingLevel": "LOW"},
+        },
+        "tools": [{"functionDeclarations": [{"name": "f", "parameters": SCHEMA}]}],
+        "toolConfig": {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["f"]}},
+    },
+}
+WRONG: list[Any] = [None, True, 7, "x", [], {}, [None], {"x": None}]
+
+
+def list_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of a JSON value and those of all that it holds."""
+    yield path
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from list_paths(inner, (*path, key))
+
+
+@pytest.mark.parametrize("name", sorted(RICH))
+def test_a_value_of_another_type_anywhere_in_a_body_is_the_callers_error(name: str) -> None:
+    """Anything but a RequestError would be a 500, for which a rollout is tried again."""
+    dialect = dialects()[name]
+    path = {"model": "m", "method": "generateContent"} if name == "gemini" else {}
+
+    def parse(body: Any) -> None:
+        dialect.parse(Incoming(json.dumps(body).encode(), path), Draft(SessionTree(SessionInfo("s", b"", 0.0))))
+
+    parse(RICH[name])
+    for *above, last in list(list_paths(RICH[name]))[1:]:
+        for wrong in WRONG:
+            body: Any = deepcopy(RICH[name])
+            holder = body
+            for key in above:
+                holder = holder[key]
+            holder[last] = wrong
+            try:
+                parse(body)
+            except RequestError as error:
+                assert dialect.render_error(error).status == 400, (above, last, wrong)
