@@ -11,8 +11,10 @@ from pathlib import PurePosixPath
 from rollout.attempts import AttemptId, Failure, RolloutFailed, runtime_name
 from rollout.evaluators import catalogue
 from rollout.evaluators.base import BadReward, Case, EvaluationFailed, EvaluationTimedOut, Run, Score, parse_score
+from rollout.evaluators.diff import name_of
 from rollout.logs import AttemptLogs
 from rollout.runtimes.base import Runtime, RuntimeFailed
+from rollout.runtimes.files import iterate_entries
 from rollout.sessions import SessionFailed, SessionRefused
 from rollout.stages import within
 from rollout.steps import NodeParts, carry_out, remove
@@ -113,16 +115,27 @@ class Evaluation:
             return left
         runtime = await self._warming
         below, elsewhere = split_paths(self._spec.collect, left.workdir)
-        archives = [
-            (folder, await left.download(paths, bound_bytes=COLLECTED_BYTES))
-            for folder, paths in ((WORKDIR, below), (ROOT, elsewhere))
-            if paths
-        ]
+        archives = []
+        for folder, paths in ((WORKDIR, below), (ROOT, elsewhere)):
+            if paths:
+                archive = await left.download(paths, bound_bytes=COLLECTED_BYTES)
+                await asyncio.to_thread(check_names, archive, [name_of(path, left.workdir) for path in paths])
+                archives.append((folder, archive))
         # Frees CPUs and memory that the tests may need.
         await remove(left)
         for folder, archive in archives:
             await runtime.unpack(folder, archive)
         return runtime
+
+
+def check_names(archive: bytes, names: Sequence[str]) -> None:
+    """Raises `EvaluationFailed` for an entry that is none of the `names` nor below one, as an agent's own `tar` may bring."""
+    if "." in names:
+        return
+    for entry, _ in iterate_entries(archive):
+        path = PurePosixPath(posixpath.normpath(entry.name).lstrip("/"))
+        if not any(path.is_relative_to(name) for name in names):
+            raise EvaluationFailed(f"the archive of {', '.join(names)} brings {entry.name!r}, too")
 
 
 def split_paths(paths: Sequence[str], workdir: str) -> tuple[list[str], list[str]]:

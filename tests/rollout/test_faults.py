@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import logging
 import os
 import socket
+import tarfile
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
@@ -26,6 +28,7 @@ from rollout.evaluators import catalogue
 from rollout.evaluators.base import Score
 from rollout.logs import AttemptLogs
 from rollout.runtimes.base import Executed
+from rollout.runtimes.command_runtime import CommandRuntime
 from rollout.sessions import Judge, NoAnswer, SessionRefused, Sessions
 from rollout.stages import Slots, Stage, within
 from rollout.steps import check_run, remove
@@ -212,6 +215,32 @@ async def test_what_is_collected_outside_of_the_workdir_comes_to_where_it_was(wo
     async with world.node():
         (state,) = await world.ended(task)
     assert state.verdict is not None and state.verdict.reward == 1.0, state.verdict
+
+
+async def test_what_an_agents_own_tar_brings_beside_what_is_collected_is_refused(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container it is root, and may put a program of its own in place of `tar`. The list says what its work may consist of."""
+
+    async def download(self: Any, paths: Any, *, bound_bytes: int) -> bytes:
+        whole = io.BytesIO()
+        with tarfile.open(fileobj=whole, mode="w:gz") as archive:
+            for name in ("said.txt", "conftest.py"):
+                member = tarfile.TarInfo(name)
+                member.size = 11
+                archive.addfile(member, io.BytesIO(b"hello world"))
+        return whole.getvalue()
+
+    monkeypatch.setattr(CommandRuntime, "download", download)
+    scored = EvaluatorSpec("command", {"command": "test -s said.txt"}, collect=("./said.txt",), runtime=unsandboxed())
+    forged = await world.submit(a_task("forged", evaluator=scored))
+    whole = await world.submit(a_task("whole", evaluator=replace(scored, collect=("said.txt", "."))))
+    async with world.node():
+        (refused,), (taken,) = await world.ended(forged), await world.ended(whole)
+    assert refused.verdict is not None and refused.verdict.failure is not None
+    assert (refused.verdict.failure.failure, refused.attempt) == (Failure.EVALUATOR_FAILED, 1), refused.verdict.failure.message
+    assert "'conftest.py'" in refused.verdict.failure.message
+    assert taken.verdict is not None and taken.verdict.reward == 1.0
 
 
 class SlowRuntime:
