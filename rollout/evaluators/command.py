@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from posixpath import dirname, normpath
 from typing import Annotated, Literal, Self
@@ -183,13 +184,20 @@ def _score_json(command: Command, done: Executed) -> Score:
 SHOWN_CHARS = 4000
 """Of a command's output in a message."""
 _CLEAR = """
+chmod u+rwx . 2> /dev/null
 while [ "$1" != -- ]; do
     [ -d "$1" ] || rm -f -- "$1"
+    [ ! -d "$1" ] || chmod u+rwx -- "$1" 2> /dev/null
     shift
 done
-exec rm -rf "$@"
+shift
+for path in "$@"; do
+    [ -L "$path" ] || chmod -R u+rwX -- "$path" 2> /dev/null
+done
+exec rm -rf -- "$@"
 """
-"""sh -c _CLEAR sh <folders that must not be files>... -- <paths to remove>..."""
+"""sh -c _CLEAR sh <folders that must not be files>... -- <paths to remove>... Nothing can be removed from a folder that its owner may not
+write, or made there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +234,7 @@ def require_runtime(case: Case) -> Runtime:
 async def run_command(case: Case, command: Command) -> Executed:
     """Raises `EvaluationTimedOut` when its time is up, `EvaluationFailed`, and `RuntimeFailed`."""
     runtime = require_runtime(case)
-    await _clear(case, command)
+    await clear(case, command.remove, [file.path for file in command.files])
     for file in command.files:
         await runtime.upload(file.path, file.content, mode=file.mode)
     seconds = min(command.timeout_seconds or case.seconds, case.seconds)
@@ -243,10 +251,11 @@ async def run_command(case: Case, command: Command) -> Executed:
     return done
 
 
-async def _clear(case: Case, command: Command) -> None:
-    """Make way for the files: the agent may have left a folder in place of one, or a file in place of its folder."""
-    folders = [folder for file in command.files for folder in _list_parents(file.path)]
-    gone = [*command.remove, *(normpath(file.path) for file in command.files)]
+async def clear(case: Case, paths: Sequence[str], files: Sequence[str]) -> None:
+    """Remove `paths`, and make way for `files`: the agent may have left a folder in place of one, or a file in place of its folder. Raises
+    `EvaluationFailed`."""
+    folders = [folder for path in files for folder in _list_parents(path)]
+    gone = [*paths, *map(normpath, files)]
     if not gone:
         return
     argv = ["sh", "-c", _CLEAR, "sh", *dict.fromkeys(folders), "--", *gone]

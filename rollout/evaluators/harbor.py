@@ -34,6 +34,7 @@ from rollout.evaluators.command import (
     Command,
     check_removable,
     check_time,
+    clear,
     describe_end,
     read_output,
     require_runtime,
@@ -103,21 +104,21 @@ class HarborEvaluator:
     async def evaluate(self, case: Case) -> Score:
         options = HarborOptions.read_case(case)
         command = options.build()
-        await _clear(case, options.verifier_folder)
+        paths = [join(options.verifier_folder, name) for name in ("reward.json", "reward.txt")]
+        await clear(case, (), paths)
+        await _make(case, options.verifier_folder)
         try:
             done = await run_command(case, command)
         except EvaluationTimedOut as error:
             return score_timeout(command, error)
-        paths = [join(options.verifier_folder, name) for name in ("reward.json", "reward.txt")]
         collected = await collect(require_runtime(case), paths)
         rewards = _read_rewards(collected.at(paths[0]), collected.at(paths[1]), options.verifier_folder, done)
         reward = _choose(rewards, options.reward_key)
         return Score(reward, feedback=shorten(read_output(done)), metadata={"rewards": rewards, "exit_code": done.exit_code})
 
 
-async def _clear(case: Case, verifier_folder: str) -> None:
-    line = 'mkdir -p -- "$0" && rm -f -- "$0/reward.txt" "$0/reward.json"'
-    argv = ["sh", "-c", line, verifier_folder]
+async def _make(case: Case, verifier_folder: str) -> None:
+    argv = ["mkdir", "-p", "--", verifier_folder]
     done = await require_runtime(case).exec(argv, timeout_seconds=case.seconds, logs=case.logs)
     if done.exit_code != 0:
         raise EvaluationFailed(f"{verifier_folder} cannot be made ready: {describe_end(done)}")

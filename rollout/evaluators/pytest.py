@@ -20,6 +20,7 @@ from rollout.evaluators.command import (
     Command,
     RunOptions,
     check_time,
+    clear,
     describe,
     describe_end,
     require_runtime,
@@ -69,7 +70,7 @@ class PytestEvaluator:
     async def evaluate(self, case: Case) -> Score:
         options = PytestOptions.read_case(case)
         command = options.build()
-        await _remove(case, options.report)
+        await clear(case, (), options.report)
         try:
             done = await run_command(case, command)
         except EvaluationTimedOut as error:
@@ -94,13 +95,6 @@ def score(results: Mapping[str, TestResult], must_pass: Sequence[str], must_keep
         feedback=shorten(_write_feedback(len(counted), failed, broken)),
         metadata={"passed": passed, "counted": len(counted), "broken": len(broken)},
     )
-
-
-async def _remove(case: Case, paths: Sequence[str]) -> None:
-    runtime = require_runtime(case)
-    done = await runtime.exec(["rm", "-rf", "--", *paths], timeout_seconds=case.seconds, logs=case.logs)
-    if done.exit_code != 0:
-        raise EvaluationFailed(f"an old report at {', '.join(paths)} cannot be removed: {describe_end(done)}")
 
 
 def _read_results(collected: Collected, report: Sequence[str], command: Command, done: Executed) -> dict[str, TestResult]:

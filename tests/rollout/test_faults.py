@@ -8,11 +8,12 @@ import io
 import logging
 import os
 import socket
+import sys
 import tarfile
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,7 @@ from rollout.sessions import Judge, NoAnswer, SessionRefused, Sessions
 from rollout.stages import Slots, Stage, within
 from rollout.steps import check_run, remove
 from rollout.store import keys
-from rollout.task import EvaluatorSpec, Exec, HarnessSpec
+from rollout.task import EvaluatorSpec, Exec, HarnessSpec, RuntimeSpec
 from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine
 from tests.support.runtimes.rollout_nodes import ASK, SECONDS, WatchedNode, World, a_task, unsandboxed
 from tests.support.service.running_service import ADMIN, TRAINER, RunningService
@@ -215,6 +216,31 @@ async def test_what_is_collected_outside_of_the_workdir_comes_to_where_it_was(wo
     async with world.node():
         (state,) = await world.ended(task)
     assert state.verdict is not None and state.verdict.reward == 1.0, state.verdict
+
+
+FAILS = "echo '<testsuite><testcase name=\"a\"><failure/></testcase></testsuite>' > report.xml"
+
+
+@pytest.mark.parametrize(
+    ("spec", "left"),
+    [
+        (EvaluatorSpec("command", {"command": "! test -s checks/t", "files": {"checks/t": "t"}}), "checks/a checks ."),
+        (EvaluatorSpec("command", {"command": "exit 1", "remove": ["checks"]}, fresh_runtime=False), "checks/a checks"),
+        (EvaluatorSpec("pytest", {"command": FAILS}), "report.xml/a report.xml ."),
+    ],
+    ids=["files", "remove", "report"],
+)
+async def test_no_agent_escapes_its_reward_by_what_may_not_be_written(world: World, spec: EvaluatorSpec, left: str) -> None:
+    first, *closed = left.split()
+    made = f"mkdir -p {PurePosixPath(first).parent}\ntouch {first}\nchmod 500 {' '.join(closed)}"
+    ask = ASK.replace(sys.executable, "/usr/bin/python3")
+    task = await world.submit(
+        a_task(instruction=f"{ask}\n{made}", evaluator=spec, runtime=RuntimeSpec(memory_mb=256, cpus=0.1))
+    )
+    async with world.node():
+        (state,) = await world.ended(task)
+    assert (state.status, state.attempt) == ("completed", 1), (state.verdict, state.failures)
+    assert state.verdict is not None and state.verdict.reward == 0.0
 
 
 async def test_what_an_agents_own_tar_brings_beside_what_is_collected_is_refused(

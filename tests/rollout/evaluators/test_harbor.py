@@ -159,9 +159,15 @@ async def test_a_verifier_without_end_gives_no_reward(runtime: PlainRuntime, tmp
 
 
 async def test_a_folder_that_cannot_be_made_is_named(runtime: PlainRuntime, tmp_path: Path) -> None:
-    await runtime.upload("/logs/verifier", b"a file")
-    with pytest.raises(EvaluationFailed, match="/logs/verifier cannot be made ready"):
-        await scripted(runtime, tmp_path, "true")
+    with pytest.raises(EvaluationFailed, match="/proc/verifier cannot be made ready"):
+        await scripted(runtime, tmp_path, "true", verifier_folder="/proc/verifier")
+
+
+@pytest.mark.parametrize("left", ["/logs", "/logs/verifier", "/logs/verifier/reward.txt/a", "/logs/verifier/reward.json/a"])
+async def test_no_agent_keeps_the_verifier_from_its_reward(runtime: PlainRuntime, tmp_path: Path, left: str) -> None:
+    await runtime.exec(["sh", "-c", "rm -rf /logs"], timeout_seconds=60)
+    await runtime.upload(left, b"a file")
+    assert (await scripted(runtime, tmp_path, "echo -1 > /logs/verifier/reward.txt")).reward == -1.0
 
 
 def test_a_folder_becomes_a_task() -> None:
