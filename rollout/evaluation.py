@@ -77,11 +77,10 @@ class Evaluation:
             raise RolloutFailed(Failure.EVALUATOR_FAILED, str(error), self._logs.place("evaluate.err")) from error
         except (RolloutFailed, RuntimeFailed, SessionFailed):
             raise
-        except Exception as error:
-            if isinstance(error, OSError) and error.errno in NODES_OWN:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if _is_nodes_own(error):
                 raise
-            # An installed evaluator's error, which every attempt would meet: many that are no fault of the node are an OSError, too, such
-            # as its own time limit or a name that does not resolve.
+            # An installed evaluator's error, which every attempt would meet.
             message = f"{self._spec.kind} raised {type(error).__name__}: {error}"
             raise RolloutFailed(Failure.EVALUATOR_FAILED, message, self._logs.place("evaluate.err")) from error
 
@@ -126,6 +125,15 @@ class Evaluation:
         for folder, archive in archives:
             await runtime.unpack(folder, archive)
         return runtime
+
+
+def _is_nodes_own(error: BaseException) -> bool:
+    """Whether it is the node that cancels the evaluation or lacks something. Many an evaluator's own error is an OSError, too, such as a
+    time limit or a name that does not resolve, and a task of its own that it awaits may have been cancelled."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is None or task.cancelling() > 0
+    return isinstance(error, OSError) and error.errno in NODES_OWN
 
 
 def check_names(archive: bytes, names: Sequence[str]) -> None:

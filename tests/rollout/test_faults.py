@@ -159,10 +159,18 @@ async def test_a_failure_is_kept_whatever_its_message_quotes_of_the_agents(world
 
 @pytest.mark.parametrize(
     "error",
-    [KeyError("score"), TimeoutError("no answer"), socket.gaierror(-2, "no such host"), FileNotFoundError(2, "no rules")],
+    [
+        KeyError("score"),
+        TimeoutError("no answer"),
+        socket.gaierror(-2, "no such host"),
+        FileNotFoundError(2, "no rules"),
+        asyncio.CancelledError("a task of its own"),
+        SystemExit(2),
+    ],
+    ids=lambda error: type(error).__name__,
 )
 async def test_an_evaluator_that_breaks_is_not_the_nodes_failure(
-    world: World, monkeypatch: pytest.MonkeyPatch, error: Exception
+    world: World, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     class Broken:
         name, needs_runtime = "broken", False
@@ -172,7 +180,7 @@ async def test_an_evaluator_that_breaks_is_not_the_nodes_failure(
 
     monkeypatch.setattr(catalogue, "load", lambda name: Broken())
     task = await world.submit(a_task())
-    async with world.node():
+    async with world.node(lease_seconds=3.0):
         (state,) = await world.ended(task)
     assert state.verdict is not None and state.verdict.failure is not None
     assert (state.verdict.failure.failure, state.attempt) == (Failure.EVALUATOR_FAILED, 1)
