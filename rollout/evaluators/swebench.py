@@ -34,13 +34,16 @@ CARRY = """
 set -e
 export GIT_DIR="$1/.git" GIT_INDEX_FILE="$3.index" GIT_CONFIG_COUNT=1 GIT_CONFIG_KEY_0=safe.directory GIT_CONFIG_VALUE_0='*'
 tree() { git --work-tree="$1" read-tree HEAD; (cd "$1" && git --work-tree="$1" add --all .); git write-tree; }
+find "$2" -mindepth 2 -name .git -prune -exec sh -c '
+    for git; do git --git-dir="$git" rev-parse -q --verify HEAD > /dev/null 2>&1 || rm -rf "$git"; done' sh {} + 2> /dev/null || true
 given=$(tree "$1")
 made=$(tree "$2")
 git diff --binary --full-index --no-color --no-ext-diff --no-renames "$given" "$made" > "$3"
 if [ -s "$3" ]; then unset GIT_INDEX_FILE GIT_DIR; cd "$1"; git apply --whitespace=nowarn "$3"; fi
 """
 """sh -c CARRY sh <repository> <result> <patch>. Uses the image's .git, since the agent may have changed its own. Both trees are written
-by the same rules, so the patch between them always applies."""
+by the same rules, so the patch between them always applies. A repository without a commit that the agent left inside becomes a folder: git
+refuses to add it."""
 
 
 def _check_instance(instance: dict[str, Any]) -> dict[str, Any]:

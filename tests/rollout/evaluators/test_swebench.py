@@ -163,6 +163,16 @@ async def test_the_agents_files_are_carried_over_as_they_are(place: Place) -> No
     assert not place.testbed("left.cache").exists()
 
 
+async def test_a_repository_that_the_agent_began_inside_is_carried_as_a_folder(place: Place) -> None:
+    """git adds none without a commit. One with a commit is a link without content, which a patch shows as that."""
+    (place.result / "slugs.py").write_text(FIXED)
+    for name in ("tried", "tried/inside"):
+        await asyncio.to_thread(subprocess.run, ["git", "init", "-q", place.result / name], check=True)
+        (place.result / name / "notes").write_text("tried")
+    assert (await place.evaluated(place.options())).reward == 1.0
+    assert place.testbed("tried/inside/notes").read_text() == "tried"
+
+
 async def test_a_log_is_graded_whole_however_long_it_is(place: Place) -> None:
     """A runtime hands back the last megabyte. The tests' output lies before that, between two times as much."""
     (place.result / "slugs.py").write_text(FIXED)
