@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import httpx
 
 from cli.refusal import Refusal
 from trainer_client.errors import ConnectionFailed, ServiceError
-from trainer_client.transport import Transport
+from trainer_client.transport import Transport, check_token
 
 TIMEOUT_SECONDS = 30.0
 ADMIN, NODE = "VERBATIM_ADMIN_TOKEN", "VERBATIM_NODE_TOKEN"
@@ -165,10 +164,10 @@ def find_token(variables: Sequence[str] = (ADMIN,)) -> tuple[str, str]:
 
 
 def _check_token(variable: str, token: str) -> str:
-    """The token. An error about a header would show it."""
-    if not re.fullmatch(r"[!-~]+", token):
-        raise Refusal(f"{variable} holds no token: one is made of ASCII letters, digits and signs, without blanks", exit_code=2)
-    return token
+    try:
+        return check_token(token)
+    except ValueError as error:
+        raise Refusal(f"{variable} holds no token: {error}", exit_code=2) from error
 
 
 def _parse_events(lines: Iterable[str]) -> Iterator[ServerEvent]:

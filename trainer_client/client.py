@@ -78,7 +78,8 @@ class LeaseTerms(TypedDict, total=False):
 
 class TrainerClient:
     """Thread-safe. `consumer` names this trainer to the service (default: host:pid). `timeout_seconds` is how long the service may stay
-    silent beyond the time a request asks it to wait; `retry_seconds` is how long transient errors are retried, from the first one."""
+    silent beyond the time a request asks it to wait; `retry_seconds` is how long transient errors are retried, from the first one. Raises
+    ValueError for a `token` that cannot be sent."""
 
     def __init__(
         self,

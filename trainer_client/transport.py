@@ -6,9 +6,10 @@ Retry-After or a growing random delay. Every other error is final.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -43,14 +44,25 @@ def is_never_started(error: BaseException) -> bool:
     return isinstance(error, Unavailable) and error.status == 503
 
 
+def check_token(token: str) -> str:
+    """The token without the blanks around it: a Secret made from a file ends in a line end. Raises ValueError, which does not show it, for
+    what cannot be sent as a token; an error about the header would."""
+    token = token.strip()
+    if token and not re.fullmatch(r"[!-~]+", token):
+        raise ValueError("a token is made of ASCII letters, digits and signs, without blanks")
+    return token
+
+
 class Transport:
     """Thread-safe. `close` lets requests in flight and open batches finish; the last of them closes the connections."""
 
     def __init__(self, url: str, token: str, *, timeout_seconds: float, retry_seconds: float) -> None:
+        """Raises ValueError for what cannot be sent as a token."""
+        headers = {"Authorization": f"Bearer {check_token(token)}"}
         self.closing = threading.Event()
         self.timeout_seconds = timeout_seconds
         self._retry_seconds = retry_seconds
-        self._http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=timeout_seconds)
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout_seconds)
         self._users = 0
         self._lock = threading.Lock()
 
@@ -105,7 +117,7 @@ class Transport:
                     if response.status_code >= 300:
                         response.read()
                         raise service_error(method, path, response)
-                    yield from response.iter_lines()
+                    yield from _split_lines(response.iter_text())
             except httpx.RequestError as error:
                 raise _connection_failed(method, path, error) from error
 
@@ -158,6 +170,16 @@ class Transport:
             sleep=sleep_using_event(self.closing) if until else time.sleep,
             reraise=True,
         )
+
+
+def _split_lines(pieces: Iterable[str]) -> Iterator[str]:
+    """Not httpx's lines, which also end at characters that JSON strings hold as they are, such as U+2028."""
+    rest = ""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split("\n")
+        yield from lines
+    if rest:
+        yield rest
 
 
 def _connection_failed(method: str, path: str, error: httpx.RequestError) -> ConnectionFailed:

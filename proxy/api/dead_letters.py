@@ -19,7 +19,7 @@ router = APIRouter(
     prefix="/batches/dead", tags=["batches"], dependencies=[Depends(require_admin)], default_response_class=Response
 )
 
-CURSOR = re.compile(r"[0-9.]+(e\+[0-9]+)?:[0-9]+[:/].+", re.DOTALL)
+CURSOR = re.compile(r"[0-9]+(\.[0-9]+)?(e\+[0-9]+)?:[0-9]+[:/].+", re.DOTALL)
 Group = Annotated[
     str,
     Path(description="A dead letter's `letter_id`, a group's id, or the id of a session without a group; URL-encoded."),

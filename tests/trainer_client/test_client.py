@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 
 import msgpack
@@ -27,6 +28,7 @@ from trainer_client.errors import (
     Unauthorized,
     Unavailable,
 )
+from trainer_client.transport import Transport
 from trainer_client.wire import ACCEPT
 
 LEASE = "POST /batches/lease"
@@ -256,6 +258,27 @@ def test_stop_ends_the_polling_of_a_service_that_is_away() -> None:
     asked: list[int] = []
     with TrainerClient("http://127.0.0.1:1", "t") as client:
         assert list(client.batches(stop=lambda: asked.append(1) or len(asked) > 3)) == []  # type: ignore[func-returns-value]
+
+
+def test_a_token_with_a_line_end_behind_it_is_sent_without(service: ScriptedService) -> None:
+    """A Secret made from a file has one. The HTTP client's error quoted the token, and was retried as if no service were there."""
+    with TrainerClient(service.url, "trainer-token\n") as client:
+        assert client.lease() is not None
+    assert service.received[0].headers["authorization"] == "Bearer trainer-token"
+
+
+@pytest.mark.parametrize("token", ["hid\nden", "hid den", "hiddén"])
+def test_a_token_that_cannot_be_sent_is_refused_and_not_shown(token: str) -> None:
+    with pytest.raises(ValueError, match="a token is made of") as error:
+        TrainerClient("http://127.0.0.1:1", token)
+    assert "hid" not in str(error.value)
+
+
+def test_a_streamed_line_may_hold_characters_that_end_lines_elsewhere(service: ScriptedService) -> None:
+    lines = ['{"said": "one\u2028two\x85three"}', "", '{"said": "more"}']
+    service.script("POST /weights", Answer(200, "\n".join(lines).encode()))
+    with closing(Transport(service.url, "t", timeout_seconds=30, retry_seconds=0)) as transport:
+        assert list(transport.stream("POST", "/weights", headers={}, silence_seconds=30)) == lines
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ async def test_letters_come_in_pages(service: Service, redis_url: str) -> None:
         pages.append([letter["group_id"] for letter in page["dead_letters"]])
         cursor = page["cursor"]
     assert (pages, cursor) == ([["4", "3"], ["2", "1"], ["0"]], None)
-    for wrong in ("x", "1", "1:2", ":::"):
+    for wrong in ("x", "1", "1:2", ":::", "1.2.3:4:x"):
         assert said(await service.admin.get("/batches/dead", params={"cursor": wrong}))[0] == 400
 
 
