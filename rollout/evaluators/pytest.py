@@ -1,7 +1,8 @@
 """Kind `pytest`: a command runs tests and writes JUnit XML; the share that passed is the reward.
 
 Tests are named as pytest names them or as `<classname>::<name>`. A named test that is not in the report, or was skipped, has not
-passed. A report that is missing, is not JUnit XML, or has no test that counts is a failure.
+passed. A report that is missing, is not JUnit XML, or has no test that counts is a failure. Where no test is named, one in which all passed
+is worth nothing if the command broke off.
 """
 
 from __future__ import annotations
@@ -77,7 +78,11 @@ class PytestEvaluator:
             return score_timeout(command, error)
         collected = await collect(require_runtime(case), options.report, REPORT_BYTES)
         results = await asyncio.to_thread(_read_results, collected, options.report, command, done)
-        return score(results, options.must_pass, options.must_keep, options.mode)
+        scored = score(results, options.must_pass, options.must_keep, options.mode)
+        if not options.must_pass and _broke_off(results, scored, done):
+            feedback = f"{scored.feedback}\nThe run broke off before the others: {describe_end(done)}"
+            return Score(0.0, feedback=shorten(feedback), metadata=scored.metadata)
+        return scored
 
 
 def score(results: Mapping[str, TestResult], must_pass: Sequence[str], must_keep: Sequence[str], mode: str) -> Score:
@@ -95,6 +100,12 @@ def score(results: Mapping[str, TestResult], must_pass: Sequence[str], must_keep
         feedback=shorten(_write_feedback(len(counted), failed, broken)),
         metadata={"passed": passed, "counted": len(counted), "broken": len(broken)},
     )
+
+
+def _broke_off(results: Mapping[str, TestResult], scored: Score, done: Executed) -> bool:
+    """Whether the report does not have all tests: code that raises KeyboardInterrupt ends pytest. Then a result has no name, or all passed
+    and yet the command ended otherwise than well (0) or with a failed test (1)."""
+    return done.exit_code not in (0, 1) and ("" in results or scored.reward == 1.0)
 
 
 def _read_results(collected: Collected, report: Sequence[str], command: Command, done: Executed) -> dict[str, TestResult]:
@@ -123,7 +134,7 @@ def _list_unpassed(results: Mapping[str, TestResult], tests: Sequence[str]) -> l
 
 def _write_feedback(counted: int, failed: Sequence[TestResult], broken: Sequence[TestResult]) -> str:
     lines = [f"{counted - len(failed)} of {counted} tests passed."]
-    lines += [f"{result.test}: {_explain(result)}" for result in failed]
+    lines += [f"{result.test or '(no name)'}: {_explain(result)}" for result in failed]
     if broken:
         lines += ["", "These passed before and must still pass:"]
         lines += [f"{result.test}: {_explain(result)}" for result in broken]
@@ -207,5 +218,7 @@ def _read_result(case: Element) -> TestResult:
     for tag in ("failure", "error"):
         if (child := case.find(tag)) is not None:
             return TestResult(test, "failed", child.get("message") or (child.text or "").strip())
+    if not test:
+        return TestResult(test, "failed", "a test that broke off")
     skipped = case.find("skipped") is not None or case.get("status") in ("notrun", "disabled")
     return TestResult(test, "skipped" if skipped else "passed")

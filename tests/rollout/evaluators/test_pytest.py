@@ -99,6 +99,27 @@ async def test_a_file_that_cannot_be_imported_counts_as_failed(tmp_path: Path) -
     assert score.reward == 0.5
 
 
+BREAKS_OFF = "def test_a(): pass\ndef test_b(): raise KeyboardInterrupt\ndef test_c(): assert False\n"
+
+
+async def test_a_run_that_the_agents_code_breaks_off_is_worth_nothing(tmp_path: Path) -> None:
+    """The report has the tests as far as there, all of which passed: the reward was 1.0."""
+    score = await evaluated("pytest", OPTIONS, tmp_path, {"test_it.py": BREAKS_OFF})
+    assert score.reward == 0.0
+    said = ("1 of 2 tests passed.", "(no name): a test that broke off", "The run broke off before the others: exit code 2")
+    assert score.feedback.startswith("\n".join(said))
+
+
+async def test_a_run_that_breaks_off_between_tests_is_worth_nothing(tmp_path: Path) -> None:
+    files = {"test_it.py": "def test_a(): pass\n", "conftest.py": "def pytest_runtest_logfinish(): raise KeyboardInterrupt\n"}
+    assert (await evaluated("pytest", OPTIONS, tmp_path, files)).reward == 0.0
+
+
+async def test_a_run_that_breaks_off_after_the_tests_that_must_pass_has_its_reward(tmp_path: Path) -> None:
+    options = {**OPTIONS, "must_pass": ["test_it.py::test_a"]}
+    assert (await evaluated("pytest", options, tmp_path, {"test_it.py": BREAKS_OFF})).reward == 1.0
+
+
 async def test_a_report_that_the_agent_left_is_not_believed(tmp_path: Path) -> None:
     report = '<testsuite><testcase classname="t" name="a"/></testsuite>'
     with pytest.raises(EvaluationFailed, match=r"(?s)wrote no report at report.xml: exit code 1.*it broke"):
