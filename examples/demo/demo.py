@@ -8,11 +8,13 @@ hands out sessions and judges. With `--asynchronous` the agents go on while the 
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -120,7 +122,14 @@ def _judged(plan: Plan, loop: Loop, screen: Screen) -> Verdict:
         recomputed_tokens=tokens,
         largest_difference=largest,
         ends=plan.ends,
+        held_out=_read_held_out(plan.held_out_log),
     )
+
+
+def _read_held_out(log: Path | None) -> Sequence[Sequence[float]]:
+    """The rewards before and after."""
+    tried: dict[str, dict[str, list[float]]] = json.loads(log.read_text()) if log is not None else {}
+    return [list(chain(*rewards.values())) for rewards in tried.values()]
 
 
 def _calm_torch(plan: Plan) -> None:

@@ -22,8 +22,9 @@ class Plan:
     """One run. `model` None: a tiny model is made and warmed up; otherwise a path or a Hugging Face name. `asynchronous`: the
     agents go on while the trainer trains, otherwise they work in rounds. `max_staleness`: versions that a group may lie behind
     when it is trained on. `shuffled`: each rollout is trained on with the reward of another of its group. `ends`: how many steps at the
-    start and at the end are averaged to tell the rise. `flat`: by how much the reward may change with a control. `agent`: the module of the
-    agent's process. `engine_flags`: more of them for vLLM."""
+    start and at the end are averaged to tell the rise. `held_out_log`: where the trainer leaves the rewards of held-out exercises, before
+    and after, by kind. `flat`: by how much the reward may change with a control. `agent`: the module of the agent's process.
+    `engine_flags`: more of them for vLLM."""
 
     model: str | None = None
     out: Path
@@ -39,6 +40,7 @@ class Plan:
     max_staleness: int = 0
     shuffled: bool = False
     ends: tuple[int, int] = (4, 4)
+    held_out_log: Path | None = None
     flat: float = 0.12
     agent: str = "examples.demo.agent"
     engine_flags: tuple[str, ...] = ()

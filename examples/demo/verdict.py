@@ -8,6 +8,9 @@ from typing import Any
 
 from examples.demo.engine_use import Stint, idle_shares
 
+HELD_OUT = 24
+"""As many held-out exercises tell the rise better than a few steps do, each of which has exercises of its own."""
+
 Check = tuple[bool, str]
 """Whether it holds, and the sentence for when it does not."""
 
@@ -53,6 +56,8 @@ class Verdict:
     rewards: Sequence[float]
     ends: tuple[int, int] = (4, 4)
     """How many steps at the start and at the end are averaged to tell the rise."""
+    held_out: Sequence[Sequence[float]] = ()
+    """The rewards of held-out exercises, before and after. HELD_OUT of them tell the rise in place of the steps."""
 
     @property
     def rows_per_conversation(self) -> float:
@@ -68,17 +73,25 @@ class Verdict:
 
     @property
     def has_two_ends(self) -> bool:
-        """Whether there are steps enough to speak of a rise."""
-        return len(self.rewards) >= 2 * max(self.ends)
+        """Whether there are steps or held-out exercises enough to speak of a rise."""
+        return self._has_held_out or len(self.rewards) >= 2 * max(self.ends)
 
     @property
     def rise(self) -> float:
-        return self.last_reward - self.first_reward
+        before, after = map(_mean, self.held_out) if self._has_held_out else (self.first_reward, self.last_reward)
+        return after - before
+
+    @property
+    def _has_held_out(self) -> bool:
+        return min(map(len, self.held_out), default=0) >= HELD_OUT
 
     @property
     def course(self) -> str:
         """In words: whether the reward rose. Before there are steps enough, what it was."""
         steps = len(self.rewards)
+        if self._has_held_out:
+            before, after = map(_mean, self.held_out)
+            return f"Of {len(self.held_out[0])} held-out exercises {before:.1%} were solved before and {after:.1%} after {steps} steps."
         if not self.has_two_ends:
             first, last = (self.rewards[0], self.rewards[-1]) if steps else (0.0, 0.0)
             return f"The reward was {first:.3f} in the first of {steps} steps and {last:.3f} in the last: too few to speak of a rise."
@@ -163,9 +176,10 @@ def judge(
     recomputed_tokens: int,
     largest_difference: float,
     ends: tuple[int, int] = (4, 4),
+    held_out: Sequence[Sequence[float]] = (),
 ) -> Verdict:
     """The numbers of all sessions together. `rewards` are the mean ones by training step, `ages` the groups that were trained on, by
-    versions behind."""
+    versions behind; `held_out` the rewards of held-out exercises before and after."""
     rows = [row for session in sessions for row in session.trajectories]
     reasons: dict[str, int] = {}
     for item in (item for session in sessions for item in session.accounting["quarantined"]):
@@ -190,6 +204,7 @@ def judge(
         idle=idle_shares(stint for session in sessions for stint in session.stints),
         rewards=list(rewards),
         ends=ends,
+        held_out=held_out,
     )
 
 

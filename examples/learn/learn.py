@@ -86,7 +86,7 @@ def _count_solved(rewards: Sequence[float]) -> str:
 
 def main(
     agent: Annotated[str, typer.Option(help=" or ".join(AGENTS))] = "pi",
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 6,
     groups: Annotated[
         int, typer.Option(min=1, help="Tasks per step, each of which becomes a group; there are eight kinds.")
     ] = 8,
@@ -108,9 +108,11 @@ def main(
         raise typer.BadParameter(f"{agent!r} is none of {', '.join(AGENTS)}", param_hint="--agent")
     cli = AGENTS[agent]
     control = ("" if push else "-no-push") + ("-shuffled" if shuffle_rewards else "")
+    out = (out or Path(f"demo-out-{agent}{control}")).resolve()
+    log = out / "held-out.json"
     plan = Plan(
         model=str(model.resolve()) if model else None,
-        out=(out or Path(f"demo-out-{agent}{control}")).resolve(),
+        out=out,
         steps=steps,
         seed=seed,
         push=push,
@@ -121,9 +123,9 @@ def main(
         max_staleness=AHEAD,
         # Only the first step's rollouts are all by the model as it was warmed up.
         ends=(1, 3),
+        held_out_log=log,
         flat=0.25,
     )
-    log = plan.out / "held-out.json"
     log.unlink(missing_ok=True)
     words = ["--agent", agent, "--held-out", str(held_out), "--held-out-log", str(log), "--push" if push else "--no-push"]
     if shuffle_rewards:

@@ -110,6 +110,17 @@ def test_with_shuffled_rewards_the_weights_are_pushed_and_the_curve_must_stay_fl
     assert len(verdict(rewards=[0.3] * 8, weight_versions=[0]).failures(shuffled)) == 1
 
 
+def test_enough_held_out_exercises_tell_the_rise_in_place_of_the_steps() -> None:
+    """A step has a few exercises of its own: its mean says little."""
+    steady = verdict(rewards=[0.3] * 8, held_out=[[0.0] * 24, [0.0] * 12 + [1.0] * 12])
+    assert steady.failures(PUSHED) == []
+    assert steady.course == "Of 24 held-out exercises 0.0% were solved before and 50.0% after 8 steps."
+    (failure,) = replace(steady, held_out=[[1.0] * 24, [1.0] * 24]).failures(PUSHED)
+    assert failure == "the reward rose by 0.000, at least 0.25 was expected"
+    assert len(replace(steady, weight_versions=[0]).failures(NOT_PUSHED)) == 1
+    assert len(replace(steady, held_out=[[0.0] * 8, [1.0] * 8]).failures(PUSHED)) == 1, "too few: the steps tell"
+
+
 def test_the_numbers_are_left_as_json_and_shown_as_a_table(tmp_path: Path) -> None:
     write_verdict(tmp_path / "verdict.json", verdict(), PUSHED, 12.34)
     record = json.loads((tmp_path / "verdict.json").read_text())
