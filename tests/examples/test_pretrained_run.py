@@ -144,7 +144,8 @@ def test_demonstrations_are_read_as_they_were_recorded_those_that_failed_twice(t
     """Whatever columns an archive has beside theirs; before it is complete, a generation counts as unfinished."""
     solved, other = trajectory("a", session="s"), trajectory("c", session="s", task_id="task-2")
     failed = trajectory("b", session="s", versions=(5, 5, 5), reward=0.0)
-    state = defaultdict(lambda: None, session_id="s", created_at=1.0, status="completed", reward_metadata={})
+    empty: dict[str, Any] = {"reward_metadata": {}, "per_call": {}, "per_branch": {}}
+    state = defaultdict(lambda: None, session_id="s", created_at=1.0, status="completed", **empty)
     assert not is_complete(tmp_path)
     with ArchiveWriter(tmp_path / "accepted") as writer:
         rows = [encode_row(row, arrays="bytes") for row in (solved, other, failed)]
