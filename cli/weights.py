@@ -146,22 +146,8 @@ def _with_path(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _push(control: Control, body: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-
-    screen, steps = Console(stderr=True), dict[str, str]()
-    result: dict[str, Any] | None = None
     try:
-        with screen.status(f"version {body['version']}") as shown:
-            for event in control.stream_lines("/weights", body, silence_seconds=SILENCE_SECONDS):
-                if "error" in event and "status" in event:
-                    raise Refusal(event["error"]["message"])
-                if "result" in event:
-                    result = event["result"]
-                elif "replica" in event:
-                    steps[event["replica"]] = event["step"]
-                    told = "  ".join(f"{name} {step}" for name, step in steps.items())
-                    shown.update(escape(f"version {body['version']}  {told}"))
+        result = _watch(control, body)
     except KeyboardInterrupt as interrupt:
         raise Refusal(
             "no longer waiting; the push may still go on (verbatim weights status shows the outcome)", exit_code=130
@@ -169,6 +155,25 @@ def _push(control: Control, body: dict[str, Any]) -> None:
     if result is None:
         raise Refusal("the service stopped before the push ended; verbatim weights status shows the outcome")
     _report(result)
+
+
+def _watch(control: Control, body: dict[str, Any]) -> dict[str, Any] | None:
+    """Push, and show each replica's step. Returns the result, None if the service stopped before."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    result, steps = None, dict[str, str]()
+    with Console(stderr=True).status(f"version {body['version']}") as shown:
+        for event in control.stream_lines("/weights", body, silence_seconds=SILENCE_SECONDS):
+            if "error" in event and "status" in event:
+                raise Refusal(event["error"]["message"])
+            if "result" in event:
+                result = event["result"]
+            elif "replica" in event:
+                steps[event["replica"]] = event["step"]
+                told = "  ".join(f"{name} {step}" for name, step in steps.items())
+                shown.update(escape(f"version {body['version']}  {told}"))
+    return result
 
 
 def _report(result: Mapping[str, Any]) -> None:

@@ -35,8 +35,8 @@ LOOKED_AT = 64
 """Sessions loaded at a time."""
 CLEARED_AT_ONCE = 512
 """About how many sessions are archived before they are deleted."""
-NAMED = 5
-"""Sessions that a line of the log names."""
+MAX_NAMED = 5
+"""Sessions that a line of the log names at most."""
 
 
 @dataclass(slots=True)
@@ -197,7 +197,7 @@ class Retention:
                 "retention keeps %d sessions, which %s holds with other rewards: move that folder away, and they are archived anew (%s)",
                 len(outdated),
                 writer.folder,
-                ", ".join(outdated[:NAMED]),
+                ", ".join(outdated[:MAX_NAMED]),
             )
         return [state for state in states if state.info.session_id not in outdated]
 

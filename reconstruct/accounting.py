@@ -42,6 +42,11 @@ class Settled:
     shown: frozenset[str] = frozenset()
     replayed: frozenset[str] = frozenset()
 
+    def has_row(self, call_id: str) -> bool:
+        """Whether the call has sampled tokens to train or to show."""
+        known = call_id not in self.refused or call_id in self.shown
+        return known and len(self.forest.calls[call_id].node.completion_ids) > 0
+
 
 def settle(
     calls: Iterable[Call],

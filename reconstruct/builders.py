@@ -66,14 +66,8 @@ def merged(settled: Settled, context: RowContext) -> list[Trajectory]:
 def per_call(settled: Settled, context: RowContext) -> list[Trajectory]:
     """One row per trainable call: its prompt, masked, and what it sampled."""
     forest = settled.forest
-    called = [call.call_id for call in forest.in_order() if _has_row(settled, call.call_id)]
+    called = [call.call_id for call in forest.in_order() if settled.has_row(call.call_id)]
     return [_row("per_call", forest, [name], {name} - settled.refused.keys(), context) for name in called]
-
-
-def _has_row(settled: Settled, call_id: str) -> bool:
-    """Whether the call has sampled tokens to train or to show."""
-    known = call_id not in settled.refused or call_id in settled.shown
-    return known and len(settled.forest.calls[call_id].node.completion_ids) > 0
 
 
 def _leaves(settled: Settled) -> list[Call]:
@@ -86,7 +80,7 @@ def _leaves(settled: Settled) -> list[Call]:
     # The forest holds parents before children.
     for call in reversed(forest.calls.values()):
         passed = in_rows if call.call_id in settled.shown else in_trained_rows
-        has_row = _has_row(settled, call.call_id)
+        has_row = settled.has_row(call.call_id)
         if has_row and call.call_id not in passed:
             leaves.append(call)
         parent_id = forest.extended_by(call.call_id)

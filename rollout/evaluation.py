@@ -7,6 +7,7 @@ import errno
 import posixpath
 from collections.abc import Sequence
 from pathlib import PurePosixPath
+from typing import Any
 
 from rollout.attempts import AttemptId, Failure, RolloutFailed, runtime_name
 from rollout.evaluators import catalogue
@@ -21,7 +22,7 @@ from rollout.steps import NodeParts, carry_out, remove
 from rollout.task import EvaluatorSpec, Task
 
 COLLECTED_BYTES = 1 << 30
-NODES_OWN = frozenset(
+NODE_ERRNOS = frozenset(
     getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EROFS", "EIO", "EMFILE", "ENFILE", "ENOMEM", "EAGAIN")
 )
 """Errors of the system that say that the node lacks something, whatever was evaluated."""
@@ -66,23 +67,24 @@ class Evaluation:
         """Raises `RolloutFailed` if there is no finite reward. `left` is the agent's runtime."""
         try:
             runtime = await self._carry_over(left)
-            return parse_score(await self._evaluator.evaluate(self._build_case(run, runtime)), f"what {self._spec.kind} gave")
+            return parse_score(await self._evaluate(self._build_case(run, runtime)), f"what {self._spec.kind} gave")
         except BadReward as error:
             raise RolloutFailed(Failure.BAD_REWARD, str(error), self._logs.place("evaluate.out")) from error
         except EvaluationTimedOut as error:
             raise RolloutFailed(Failure.EVALUATOR_TIMEOUT, str(error), self._logs.place("evaluate.err")) from error
-        except EvaluationFailed as error:
+        except (EvaluationFailed, SessionRefused) as error:
             raise RolloutFailed(Failure.EVALUATOR_FAILED, str(error), self._logs.place("evaluate.err")) from error
-        except SessionRefused as error:
-            raise RolloutFailed(Failure.EVALUATOR_FAILED, str(error), self._logs.place("evaluate.err")) from error
-        except (RolloutFailed, RuntimeFailed, SessionFailed):
+
+    async def _evaluate(self, case: Case) -> Any:
+        """What an evaluator raises is its own failure, which every attempt would meet, unless the node cancels it or lacks something."""
+        try:
+            return await self._evaluator.evaluate(case)
+        except (BadReward, EvaluationTimedOut, EvaluationFailed, RolloutFailed, RuntimeFailed, SessionFailed):
             raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            if _is_nodes_own(error):
+            if _is_of_node(error):
                 raise
-            # An installed evaluator's error, which every attempt would meet.
-            message = f"{self._spec.kind} raised {type(error).__name__}: {error}"
-            raise RolloutFailed(Failure.EVALUATOR_FAILED, message, self._logs.place("evaluate.err")) from error
+            raise EvaluationFailed(f"{self._spec.kind} raised {type(error).__name__}: {error}") from error
 
     def _build_case(self, run: Run, runtime: Runtime | None) -> Case:
         return Case(
@@ -127,13 +129,13 @@ class Evaluation:
         return runtime
 
 
-def _is_nodes_own(error: BaseException) -> bool:
+def _is_of_node(error: BaseException) -> bool:
     """Whether it is the node that cancels the evaluation or lacks something. Many an evaluator's own error is an OSError, too, such as a
     time limit or a name that does not resolve, and a task of its own that it awaits may have been cancelled."""
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is None or task.cancelling() > 0
-    return isinstance(error, OSError) and error.errno in NODES_OWN
+    return isinstance(error, OSError) and error.errno in NODE_ERRNOS
 
 
 def check_names(archive: bytes, names: Sequence[str]) -> None:

@@ -302,7 +302,7 @@ def _read_retry_after(response: httpx.Response) -> float | None:
 
 
 JUDGE_SECONDS = 600.0
-MODELS_KINDS: Mapping[int, type[SessionFailed]] = {
+ERROR_KINDS: Mapping[int, type[SessionFailed]] = {
     **dict.fromkeys((408, 429, 502, 503, 504), NoAnswer),
     **dict.fromkeys((400, 404, 413, 422), SessionRefused),
 }
@@ -347,6 +347,6 @@ async def _request(url: str, opened: OpenSession, method: str, path: str, body: 
     except httpx.TransportError as error:
         raise NoAnswer(f"{method} {where}: no answer: {error or type(error).__name__}") from error
     if response.status_code >= 300:
-        kind = MODELS_KINDS.get(response.status_code, SessionFailed)
+        kind = ERROR_KINDS.get(response.status_code, SessionFailed)
         raise kind(f"{method} {where}: {response.status_code}: {response.text[:500]}", response.status_code)
     return response.json()

@@ -8,7 +8,7 @@ from typing import Any
 
 from examples.demo.engine_use import Stint, idle_shares
 
-HELD_OUT = 24
+MIN_HELD_OUT = 24
 """As many held-out exercises tell the rise better than a few steps do, each of which has exercises of its own."""
 
 Check = tuple[bool, str]
@@ -57,7 +57,7 @@ class Verdict:
     ends: tuple[int, int] = (4, 4)
     """How many steps at the start and at the end are averaged to tell the rise."""
     held_out: Sequence[Sequence[float]] = ()
-    """The rewards of held-out exercises, before and after. HELD_OUT of them tell the rise in place of the steps."""
+    """The rewards of held-out exercises, before and after. MIN_HELD_OUT of them tell the rise in place of the steps."""
 
     @property
     def rows_per_conversation(self) -> float:
@@ -83,7 +83,7 @@ class Verdict:
 
     @property
     def _has_held_out(self) -> bool:
-        return min(map(len, self.held_out), default=0) >= HELD_OUT
+        return min(map(len, self.held_out), default=0) >= MIN_HELD_OUT
 
     @property
     def course(self) -> str:

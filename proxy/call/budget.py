@@ -97,8 +97,7 @@ def cut_call(info: SessionInfo, settled: Settled, refused: bool) -> str | None:
     if not info.has_budget:
         return None
     forest = settled.forest
-    in_rows = (call for call in forest.calls.values() if call.call_id not in settled.refused or call.call_id in settled.shown)
-    last = max(in_rows, key=order_key, default=None)
+    last = max((call for call in forest.calls.values() if settled.has_row(call.call_id)), key=order_key, default=None)
     if last is None:
         return None
     goes_on = last.finish_reason in ("tool_calls", "length") and bool(Left.of(info, forest).spent)

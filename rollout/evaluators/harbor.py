@@ -106,7 +106,7 @@ class HarborEvaluator:
         command = options.build()
         paths = [join(options.verifier_folder, name) for name in ("reward.json", "reward.txt")]
         await clear(case, (), paths)
-        await _make(case, options.verifier_folder)
+        await _make_folder(case, options.verifier_folder)
         try:
             done = await run_command(case, command)
         except EvaluationTimedOut as error:
@@ -117,11 +117,11 @@ class HarborEvaluator:
         return Score(reward, feedback=shorten(read_output(done)), metadata={"rewards": rewards, "exit_code": done.exit_code})
 
 
-async def _make(case: Case, verifier_folder: str) -> None:
-    argv = ["mkdir", "-p", "--", verifier_folder]
+async def _make_folder(case: Case, folder: str) -> None:
+    argv = ["mkdir", "-p", "--", folder]
     done = await require_runtime(case).exec(argv, timeout_seconds=case.seconds, logs=case.logs)
     if done.exit_code != 0:
-        raise EvaluationFailed(f"{verifier_folder} cannot be made ready: {describe_end(done)}")
+        raise EvaluationFailed(f"{folder} cannot be made ready: {describe_end(done)}")
 
 
 def _read_rewards(as_json: bytes | None, as_text: bytes | None, verifier_folder: str, done: Executed) -> dict[str, float]:

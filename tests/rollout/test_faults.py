@@ -25,10 +25,11 @@ from proxy.errors import BudgetExhausted, EngineFailed, StoreUnavailable
 from proxy.store.connection import StoreConnection
 from proxy.store.states import Unserved
 from rollout.attempts import RETRIED, AttemptId, Failure, RolloutFailed
+from rollout.evaluation import Evaluation
 from rollout.evaluators import catalogue
 from rollout.evaluators.base import Score
 from rollout.logs import AttemptLogs
-from rollout.runtimes.base import Executed
+from rollout.runtimes.base import Executed, Runtime
 from rollout.runtimes.command_runtime import CommandRuntime
 from rollout.sessions import Judge, NoAnswer, SessionRefused, Sessions
 from rollout.stages import Slots, Stage, within
@@ -180,7 +181,7 @@ async def test_an_evaluator_that_breaks_is_not_the_nodes_failure(
 
     monkeypatch.setattr(catalogue, "load", lambda name: Broken())
     task = await world.submit(a_task())
-    async with world.node(lease_seconds=3.0):
+    async with world.node():
         (state,) = await world.ended(task)
     assert state.verdict is not None and state.verdict.failure is not None
     assert (state.verdict.failure.failure, state.attempt) == (Failure.EVALUATOR_FAILED, 1)
@@ -202,6 +203,24 @@ async def test_an_evaluator_for_which_the_node_has_no_room_is_tried_again(
 
     monkeypatch.setattr(catalogue, "load", lambda name: Writes())
     task = await world.submit(a_task())
+    async with world.node():
+        (state,) = await world.ended(task)
+    assert ([failure.failure for failure in state.failures], state.status) == ([Failure.NODE_FAILED], "completed")
+
+
+async def test_a_fresh_runtime_that_cannot_be_reached_is_not_the_evaluators_failure(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm, asked = Evaluation._warm, count()
+
+    async def fail_once(self: Evaluation) -> Runtime:
+        if next(asked) == 0:
+            raise ConnectionRefusedError("no daemon")
+        return await warm(self)
+
+    monkeypatch.setattr(Evaluation, "_warm", fail_once)
+    scored = EvaluatorSpec("command", {"command": "true"}, runtime=unsandboxed())
+    task = await world.submit(a_task(evaluator=scored))
     async with world.node():
         (state,) = await world.ended(task)
     assert ([failure.failure for failure in state.failures], state.status) == ([Failure.NODE_FAILED], "completed")
