@@ -25,7 +25,7 @@ from examples.demo.demo import exit_code, show_steps
 from examples.demo.plan import Plan
 from examples.demo.screen import Phase
 from examples.learn.agents import AGENTS, CliAgent, with_agents
-from examples.learn.exercises import draw_exercises
+from examples.learn.exercises import KINDS, draw_exercises
 from examples.tasks_loop.loop import AHEAD, Parts, closed_loop
 
 SKILL = 0.25
@@ -130,7 +130,7 @@ def main(
     words = ["--agent", agent, "--held-out", str(held_out), "--held-out-log", str(log), "--push" if push else "--no-push"]
     if shuffle_rewards:
         words.append("--shuffle")
-    parts = Parts(["examples.learn.trainer", *words], SLOTS, with_agents())
+    parts = Parts(["examples.learn.trainer", *words], SLOTS, with_agents(), untrained=2 * held_out * len(KINDS))
     code = exit_code(plan, partial(closed_loop, parts), partial(make_model, cli))
     if log.exists():
         show_held_out(Console(), log)

@@ -41,12 +41,13 @@ SLOTS = ("--prepare", "3", "--ready", "4", "--run", "8", "--evaluate", "3")
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a loop through tasks has of its own: its trainer, a module with further words for its command line, and the node's slots and
-    variables."""
+    """What a loop through tasks has of its own: its trainer, a module with further words for its command line, the node's slots and
+    variables, and how many rollouts the trainer asks for beside those of its steps."""
 
     trainer: Sequence[str]
     slots: Sequence[str] = SLOTS
     node_env: Mapping[str, str] = field(default_factory=dict)
+    untrained: int = 0
 
 
 async def closed_loop(parts: Parts, plan: Plan, screen: Screen) -> Loop:
@@ -61,13 +62,14 @@ async def closed_loop(parts: Parts, plan: Plan, screen: Screen) -> Loop:
         rollouts = await stack.enter_async_context(node(parts, plan, served))
         learning = await stack.enter_async_context(_trainer(parts, plan, served))
         watchers = [child.finished() for child in [*served.children, rollouts, learning]]
-        return await unless_one_ends(_run(plan, screen, service, learning), *watchers)
+        return await unless_one_ends(_run(parts, plan, screen, service, learning), *watchers)
 
 
-async def _run(plan: Plan, screen: Screen, service: Service, learning: Child) -> Loop:
+async def _run(parts: Parts, plan: Plan, screen: Screen, service: Service, learning: Child) -> Loop:
     trained = TrainerLog(plan.trainer_log, screen)
+    asked = plan.steps * plan.groups * plan.rollouts + parts.untrained
     with screen.phase("submit tasks, lease groups, learn, push the weights, again") as phase:
-        async with trained.watched(), _counted(plan, phase, service):
+        async with trained.watched(), _counted(asked, phase, service):
             await learning.finished()
     steps = trained.read()
     with screen.phase("collect what was recorded"):
@@ -78,23 +80,26 @@ async def _run(plan: Plan, screen: Screen, service: Service, learning: Child) ->
 
 
 @contextlib.asynccontextmanager
-async def _counted(plan: Plan, phase: Phase, service: Service) -> AsyncIterator[None]:
-    """While the block runs, the phase tells how many rollouts have ended."""
+async def _counted(asked: int, phase: Phase, service: Service) -> AsyncIterator[None]:
+    """While the block runs, and when it has come to its end, the phase tells how many rollouts have ended."""
 
     async def count() -> None:
+        tasks = await service.listed("/tasks", "tasks")
+        phase.reached(sum(task["rollouts"].get("completed", 0) for task in tasks), asked, "rollouts")
+
+    async def keep_counting() -> None:
         while True:
             # A service that is gone is told of by who watches it.
             with contextlib.suppress(RuntimeError, httpx.HTTPError):
-                tasks = await service.listed("/tasks", "tasks")
-                done = sum(task["rollouts"].get("completed", 0) for task in tasks)
-                phase.reached(done, plan.steps * plan.groups * plan.rollouts, "rollouts")
+                await count()
             await asyncio.sleep(1)
 
-    counting = asyncio.create_task(count())
+    counting = asyncio.create_task(keep_counting())
     try:
         yield
     finally:
         counting.cancel()
+    await count()
 
 
 async def _outcomes(plan: Plan, service: Service) -> list[Outcome]:

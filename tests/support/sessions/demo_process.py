@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,8 @@ def judged(module: str, out: Path, *words: str, **variables: str) -> dict[str, A
         demo.terminate()
         demo.wait()
     assert demo.returncode == 0, output
+    for done, of in re.findall(r"([0-9,]+) of ([0-9,]+) (?:rollouts|rows)\b", output):
+        assert done == of, output
     verdict: dict[str, Any] = json.loads((out / "verdict.json").read_text())
     assert verdict["passed"]
     return verdict
