@@ -50,7 +50,7 @@ def _draw_rewards(axes: Any, rewards: Sequence[Sequence[float]], chance: float |
     axes.set_xlabel("training step")
     axes.set_ylabel("reward")
     axes.set_ylim(0, 1.03)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.grid(alpha=0.3)
     axes.legend(loc="best")
 
@@ -62,7 +62,7 @@ def _draw_ages(axes: Any, ages: Mapping[int, int]) -> None:
     axes.set_xlabel("versions behind the trainer")
     axes.set_ylabel("groups trained on")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MaxNLocator(integer=True))
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def verdict_table(verdict: Verdict, expected: Expectation) -> Table:

@@ -139,6 +139,16 @@ def test_the_run_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_steps_and_ages_are_drawn_as_whole_numbers_even_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("matplotlib.pyplot.close", drawn.append)
+    draw_run(tmp_path / "reward.png", [[0.0, 1.0]], verdict(ages={0: 4}), PUSHED, chance=None)
+    ticks = [tick for axes in drawn[0].axes for tick in axes.get_xticks()]
+    assert {0.0, 1.0} <= set(ticks) and all(tick == round(tick) for tick in ticks), ticks
+
+
 @pytest.mark.parametrize(
     ("rewards", "course"),
     [
