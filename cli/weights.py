@@ -158,7 +158,7 @@ def _push(control: Control, body: dict[str, Any]) -> None:
 
 
 def _watch(control: Control, body: dict[str, Any]) -> dict[str, Any] | None:
-    """Push, and show each replica's step. Returns the result, None if the service stopped before."""
+    """Push, and show each replica's step. Returns the result, or None if the stream ended without one."""
     from rich.console import Console
     from rich.markup import escape
 

@@ -36,7 +36,7 @@ LOOKED_AT = 64
 CLEARED_AT_ONCE = 512
 """About how many sessions are archived before they are deleted."""
 MAX_NAMED = 5
-"""Sessions that a line of the log names at most."""
+"""Most sessions that one log line names."""
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 from examples.demo.engine_use import Stint, idle_shares
 
 MIN_HELD_OUT = 24
-"""As many held-out exercises tell the rise better than a few steps do, each of which has exercises of its own."""
+"""With at least this many held-out exercises, the rise is theirs; with fewer, that of the steps, each of which has exercises of its own."""
 
 Check = tuple[bool, str]
 """Whether it holds, and the sentence for when it does not."""
@@ -57,7 +57,7 @@ class Verdict:
     ends: tuple[int, int] = (4, 4)
     """How many steps at the start and at the end are averaged to tell the rise."""
     held_out: Sequence[Sequence[float]] = ()
-    """The rewards of held-out exercises, before and after. MIN_HELD_OUT of them tell the rise in place of the steps."""
+    """The rewards of held-out exercises, before and after."""
 
     @property
     def rows_per_conversation(self) -> float:
