@@ -147,7 +147,7 @@ bench-tools:
 	@for pair in wrk:wrk nginx:nginx-light taskset:util-linux; do \
 		PATH="$$PATH:/usr/sbin" command -v "$${pair%%:*}" >/dev/null || wanting="$$wanting $${pair#*:}"; \
 	done; \
-	test -z "$$wanting" || { apt-get update -qq && apt-get install -y -qq --no-install-recommends $$wanting; } || \
+	test -z "$$wanting" || { .ci/apt-get update -qq && .ci/apt-get install -y -qq --no-install-recommends $$wanting; } || \
 		{ echo "install these first:$$wanting" >&2; exit 1; }
 
 clean:
