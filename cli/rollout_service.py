@@ -30,7 +30,7 @@ from rollout.sessions import Sessions
 from rollout.store.base import NoSuchTask, StoreUnavailable
 from rollout.store.tasks import TaskStore
 from rollout.store.work import WorkStore
-from rollout.sweeper import Callbacks, RolloutSettings, Sweeper
+from rollout.sweeper import TIMEOUT_SECONDS, Callbacks, RolloutSettings, Sweeper
 from rollout.task import Fork, TaskBody
 from rollout.task_body import BadTask, Known, render_rollout, render_summary, render_task
 
@@ -56,16 +56,17 @@ def add_rollouts(known: Known, services: Services, control: Application) -> Addi
     )
     numbers = RolloutNumbers(store)
     services.metrics.registry.register(numbers)
-    return Addition(router, partial(_run, settings, connection, store, numbers, control), ShownTasks(store))
+    return Addition(router, partial(_run, services, connection, store, numbers, control), ShownTasks(store))
 
 
 @contextlib.asynccontextmanager
 async def _run(
-    settings: Settings, connection: StoreConnection, store: TaskStore, numbers: RolloutNumbers, control: Application
+    services: Services, connection: StoreConnection, store: TaskStore, numbers: RolloutNumbers, control: Application
 ) -> AsyncIterator[None]:
     inside = httpx.ASGITransport(control, raise_app_exceptions=False)
-    sessions = Sessions(OWN_URL, partial(read_admin_token, settings), transport=inside)
-    callbacks, work = Callbacks(store), WorkStore(RolloutConnection(connection))
+    sessions = Sessions(OWN_URL, partial(read_admin_token, services.settings), transport=inside)
+    work = WorkStore(RolloutConnection(connection))
+    callbacks = Callbacks(store, partial(services.outbound.post, seconds=TIMEOUT_SECONDS))
     sweeper = Sweeper(f"server-{uuid.uuid4().hex}", store, work, sessions, callbacks, numbers, RolloutSettings())
     sweeping = asyncio.create_task(sweeper.run())
     try:
@@ -73,7 +74,6 @@ async def _run(
     finally:
         sweeping.cancel()
         await asyncio.wait([sweeping])
-        await callbacks.close()
         await sessions.close()
         await connection.close()
 

@@ -22,7 +22,7 @@ from proxy.api.admission import reclaim_places
 from proxy.api.closing import build_group_defaults, choose_sweep_interval, close_idle, finish_announced
 from proxy.api.openapi import build_document
 from proxy.api.requests import install_error_handlers
-from proxy.auth import Tokens
+from proxy.auth import Tokens, is_loopback
 from proxy.call.door import Harness
 from proxy.call.http import Application, BodyRoom, CallRate, CallSlots
 from proxy.call.peers import Peers
@@ -34,6 +34,7 @@ from proxy.engine.weights.push import WeightUpdater
 from proxy.errors import StoreUnavailable
 from proxy.images import ImageBounds
 from proxy.metrics import Metrics
+from proxy.outbound import Outbound
 from proxy.retention import Retention
 from proxy.services import Services
 from proxy.settings import Settings
@@ -124,6 +125,7 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
         inflight=inflight,
         peers=Peers(process, PeerStore(store), sessions, inflight, settings.close_wait_seconds),
         metrics=metrics,
+        outbound=Outbound(settings.outbound_allow, on_loopback=is_loopback(settings.host)),
     )
     metrics.watch_engines(lambda: [*pool.replicas, *pool.draining], pool.seats.depths)
     metrics.watch(lambda: len(services.inflight))
@@ -136,7 +138,6 @@ def build_image_bounds(settings: Settings) -> ImageBounds:
         settings.max_image_pixels,
         settings.max_call_images,
         settings.max_session_images,
-        settings.remote_media,
     )
 
 

@@ -31,39 +31,27 @@ _URL_SAFE = str.maketrans("-_", "+/")
 
 @dataclass(frozen=True, slots=True)
 class ImageBounds:
-    """The largest image in bytes and pixels, and the most images of one call and of one session. `remote`: an address may stand for one."""
+    """The largest image in bytes and pixels, and the most images of one call and of one session."""
 
     image_bytes: int = 20 * 2**20
     pixels: int = 40_000_000
     per_call: int = 128
     per_session: int = 2048
-    remote: bool = False
-
-
-class NotFetched(Exception):
-    """A message names an image by an address, which this service is to fetch before the message can be read."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        self.url = url
 
 
 class ImageReader:
-    """Reads the images of one request. `images` collects the bytes by digest, `fetched` the digests of addresses; `known` has those that
-    were fetched before. `size_bytes`: of all data read, repeated images included."""
+    """Reads the images of one request. `images` collects the bytes by digest. `size_bytes`: of all data read, repeated images included."""
 
-    __slots__ = ("_bounds", "_known", "fetched", "images", "size_bytes")
+    __slots__ = ("_bounds", "images", "size_bytes")
 
-    def __init__(self, bounds: ImageBounds, known: Mapping[str, str]) -> None:
+    def __init__(self, bounds: ImageBounds) -> None:
         self._bounds = bounds
-        self._known = known
         self.images: dict[str, bytes] = {}
-        self.fetched: dict[str, str] = {}
         self.size_bytes = 0
 
     def read(self, message: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """The canonical message, and the digests of its images in order. Raises RequestError for an image that cannot be one, NotFetched
-        for an address to be fetched."""
+        """The canonical message, and the digests of its images in order. Raises RequestError for an image that cannot be one, and
+        for media named by a URL."""
         content = message.get("content")
         if type(content) is not list or all(type(part) is dict and part.get("type") == "text" for part in content):
             return message, ()
@@ -77,7 +65,7 @@ class ImageReader:
                     digests.append(self._digest(part, kind))
                     part = {"type": "image", "digest": digests[-1]}
                 else:
-                    _refuse_address(part)
+                    _refuse_urls(part)
             parts.append(part)
         return {**message, "content": parts}, tuple(digests)
 
@@ -93,15 +81,6 @@ class ImageReader:
         self.images.setdefault(digest, data)
         return digest
 
-    def take(self, url: str, data: bytes) -> None:
-        """What was fetched for NotFetched. Raises as `add`, and RequestError for more addresses than a call may have images."""
-        if len(self.fetched) >= self._bounds.per_call:
-            raise RequestError(
-                f"the request names more than {self._bounds.per_call} images by address (VERBATIM_MAX_CALL_IMAGES)",
-                param="messages",
-            )
-        self.fetched[url] = self.add(data)
-
     def _digest(self, part: Mapping[str, Any], kind: str) -> str:
         if kind == "image":
             return _parse_digest(part.get("digest"))
@@ -113,12 +92,7 @@ class ImageReader:
             return self.add(_decode_data_url(url))
         if url.startswith(SCHEME):
             return _parse_digest(url)
-        if not self._bounds.remote:
-            _refuse_address(part)
-        digest = self.fetched.get(url) or self._known.get(url)
-        if digest is None:
-            raise NotFetched(url)
-        return digest
+        raise refuse_url("image")
 
 
 def images_in(message: Mapping[str, Any]) -> tuple[str, ...]:
@@ -155,7 +129,15 @@ def _decode_data_url(url: str) -> bytes:
         raise RequestError(f"an image's base64 cannot be decoded: {error}", param="messages") from error
 
 
-def _refuse_address(part: Mapping[str, Any]) -> None:
+def refuse_url(kind: str, param: str = "messages") -> RequestError:
+    """The error for media named by a URL."""
+    return RequestError(
+        f"the request names its {kind} by a URL, and nothing is fetched for a request: send the bytes, as base64 or as a data URL",
+        param=param,
+    )
+
+
+def _refuse_urls(part: Mapping[str, Any]) -> None:
     """Raise RequestError if the part names its media by anything but a data URL: an engine would fetch it, from a network that the harness
     may not reach."""
     for name, value in part.items():
@@ -163,10 +145,7 @@ def _refuse_address(part: Mapping[str, Any]) -> None:
             continue
         address = value.get("url") if isinstance(value, dict) else value
         if isinstance(address, str) and address[:5].lower() != "data:":
-            raise RequestError(
-                f"a message names its {name.removesuffix('_url')} by address; here media are taken as data URLs only",
-                param="messages",
-            )
+            raise refuse_url(name.removesuffix("_url"))
 
 
 def check_image(data: bytes, bounds: ImageBounds) -> None:

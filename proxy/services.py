@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from proxy.engine.pool.pool import EnginePool
     from proxy.engine.weights.push import WeightUpdater
     from proxy.metrics import Metrics
+    from proxy.outbound import Outbound
     from proxy.settings import Settings
     from proxy.store.archive import ArchiveStore
     from proxy.store.delivery import DeliveryStore
@@ -45,5 +46,6 @@ class Services:
     inflight: Inflight
     peers: Peers
     metrics: Metrics
+    outbound: Outbound
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the service begins to stop: whoever only waits stops waiting."""

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from proxy.addresses import AllowList
 from proxy.auth import GivenTokens, check_token, is_loopback, tokens_in
 from proxy.auth import Role as TokenRole
 from proxy.engine.kinds import find_kind, load_kind
@@ -157,6 +158,11 @@ class Settings(BaseSettings):
     tls_key: Path | None = None
     """PEM file with the unencrypted key of the certificate."""
 
+    outbound_allow: list[str] | None = None
+    """What the service may connect to for a URL that a session or a task names (a lookahead's chooser, a task's callback): networks
+    (10.0.0.0/8), host names, and "public" for all public addresses; nothing else is called. Unset: public addresses, and those of this
+    machine if `host` is a loopback address."""
+
     max_body_bytes: int = Field(64 * 2**20, ge=1)
     """Largest request body accepted."""
     body_room_bytes: int = Field(256 * 2**20, ge=1)
@@ -193,11 +199,6 @@ class Settings(BaseSettings):
     """Most different images of one session. Their bytes count towards `max_session_bytes`."""
     image_cache_bytes: int = Field(256 * 2**20, ge=0)
     """Memory in one process for images that were used last; others are read from the store when a call needs them."""
-    remote_media: bool = False
-    """Fetch images that messages name by URL. The service does, within the limits above; the engine never does. Otherwise only data URLs
-    are accepted."""
-    remote_media_private: bool = False
-    """Fetch them also from addresses that are not public, such as the service's own network."""
 
     thinking: Literal["template", "retain"] = "template"
     """What to do when the chat template drops earlier thinking at a new user turn: branch, so that training sees what the deployed model
@@ -375,6 +376,12 @@ class Settings(BaseSettings):
         if chosen and not is_loopback(host):
             raise ValueError(f"the service would listen on {host}, where other machines reach it without a token")
         return chosen
+
+    @field_validator("outbound_allow")
+    @classmethod
+    def _check_outbound_allow(cls, entries: list[str] | None) -> list[str] | None:
+        AllowList(entries or [])
+        return entries
 
     @field_validator("control_port")
     @classmethod

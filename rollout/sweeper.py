@@ -11,10 +11,9 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated
 
-import httpx
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -186,19 +185,20 @@ SHOWN = 500
 """Characters of an error that are stored."""
 
 
+Post = Callable[[str, bytes, Mapping[str, str]], Awaitable[tuple[int, bytes]]]
+"""POSTs a body with headers to a URL: the status and the body of the answer, within TIMEOUT_SECONDS. Raises OSError."""
+
+
 class Callbacks:
-    def __init__(self, store: TaskStore) -> None:
+    def __init__(self, store: TaskStore, post: Post) -> None:
         self._store = store
-        self._http = httpx.AsyncClient(timeout=TIMEOUT_SECONDS, follow_redirects=False)
+        self._post_body = post
 
     async def deliver(self) -> int:
         """How many were tried. Raises `StoreUnavailable`."""
         due = await self._store.claim_callbacks(CALLBACKS_AT_ONCE, await self._store.now())
         await asyncio.gather(*(self._deliver(state) for state in due))
         return len(due)
-
-    async def close(self) -> None:
-        await self._http.aclose()
 
     async def _deliver(self, state: TaskState) -> None:
         callback, task_id = state.callback, state.task.task_id
@@ -219,13 +219,10 @@ class Callbacks:
         body = json.dumps(render_summary(state)).encode()
         headers = {"content-type": "application/json", "idempotency-key": state.task.task_id}
         try:
-            async with asyncio.timeout(TIMEOUT_SECONDS):
-                response = await self._http.post(url, content=body, headers=headers)
-        except TimeoutError:
-            return f"no answer within {TIMEOUT_SECONDS:g} s"
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-            return f"{type(error).__name__}: {error}"
-        return None if response.is_success else f"it answered {response.status_code}"
+            status, _ = await self._post_body(url, body, headers)
+        except OSError as error:
+            return str(error)
+        return None if 200 <= status < 300 else f"it answered {status}"
 
 
 def draw_pause_seconds(tries: int) -> float:

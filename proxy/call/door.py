@@ -15,7 +15,6 @@ from urllib.parse import parse_qsl
 
 from proxy.auth import check_local, check_once, credential, key_opens, named_session, session_of_key
 from proxy.call.answer import Afterwork, Answer, Exchange
-from proxy.call.fetch import ImageFetcher
 from proxy.call.flow import Flow
 from proxy.call.http import JSON, Client, Place, Receive, Route, Routes, Scope, Send, headers_of, read_body
 from proxy.call.media import Media
@@ -36,7 +35,7 @@ from proxy.errors import (
     UnknownCall,
     VerbatimError,
 )
-from proxy.images import NotFetched, check_image
+from proxy.images import check_image
 from proxy.services import Services
 from proxy.store.states import SessionInfo
 from proxy.timeline import HARNESS, PARSE, REPLY, TIMELINE, Timeline, Waiting
@@ -67,14 +66,13 @@ class Harness:
             services.inflight,
             services.metrics,
             Media(services.media, services.settings.image_cache_bytes),
+            services.outbound,
         )
         self._afterwork = Afterwork(services.sessions, services.stopping)
         self._observer = Observer.of(services.settings)
         self._dialects = dialects()
         self._routes = Routes(self._dialects.values())
-        settings = services.settings
         self._parsing = Parsing()
-        self._fetcher = ImageFetcher(private=settings.remote_media_private, most_bytes=settings.max_image_bytes)
         self._since = int(time.time())
         """`created` of every listed model: fixed, since a model must not seem to change between two requests."""
 
@@ -243,14 +241,12 @@ class Harness:
         return delivered and not turn.scope.cancelled
 
     async def _parse(self, draft: Draft, parse: Parse, incoming: Incoming) -> Request:
-        """Parse with what this process knows of the session, and if that is not enough, once more with what the store knows, and with the
-        images that it names by address. New images are decoded once, so that nothing of a broken one is kept."""
+        """Parse with what this process knows of the session, and if that is not enough, once more with what the store knows. New
+        images are decoded once, so that nothing of a broken one is kept."""
         refreshed, request = False, None
         while request is None:
             try:
                 request = await self._parsing.parse(draft, parse, incoming, again=refreshed)
-            except NotFetched as missing:
-                draft.reader.take(missing.url, await self._fetcher.fetch(missing.url))
             except UnknownCall:
                 if refreshed:
                     raise

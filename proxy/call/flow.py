@@ -62,6 +62,7 @@ from proxy.errors import (
     VerbatimError,
 )
 from proxy.metrics import Metrics
+from proxy.outbound import Outbound
 from proxy.settings import Settings
 from proxy.store.sessions import SessionStore
 from proxy.store.states import Intent, Lookahead, SessionInfo
@@ -95,7 +96,9 @@ class Flow:
         inflight: Inflight,
         metrics: Metrics,
         media: Media,
+        outbound: Outbound,
     ) -> None:
+        self._outbound = outbound
         self._media = media
         self._settings = settings
         self._pool = pool
@@ -177,7 +180,7 @@ class Flow:
         if sampled.outcome.broken is not None or sampled.planned.turn.scope.cancelled:
             return sampled, None
         try:
-            return await choose(sampled, lookahead, self._ask_judge), None
+            return await choose(sampled, lookahead, self._ask_judge, self._outbound), None
         except ChooserFailed as error:
             sampled.outcome.broken = error.message
             return sampled, error

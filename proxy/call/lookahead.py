@@ -17,12 +17,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-import aiohttp
-
 from proxy.call.turn import Sampled, Turn
 from proxy.dialects.base import Request
 from proxy.engine.apis import reply as engine
 from proxy.errors import ChooserFailed, VerbatimError
+from proxy.outbound import Outbound, OutboundFailed
 from proxy.store.states import Lookahead, SessionInfo
 from proxy.timeline import ENGINE, Waiting
 
@@ -33,7 +32,6 @@ INSTRUCTION = """Below is a conversation of an AI agent, then numbered candidate
 agent's task best? Answer with its number and nothing else."""
 LONGEST_CONVERSATION = 24_000
 """Characters of the conversation that a judge is shown: the beginning and the end of a longer one."""
-ANSWER_BYTES = 2**20
 
 
 def find_lookahead(info: SessionInfo, request: Request, role: str) -> Lookahead | None:
@@ -44,13 +42,13 @@ def find_lookahead(info: SessionInfo, request: Request, role: str) -> Lookahead 
     return ahead
 
 
-async def choose(sampled: Sampled, ahead: Lookahead, ask: Ask) -> Sampled:
+async def choose(sampled: Sampled, ahead: Lookahead, ask: Ask, outbound: Outbound) -> Sampled:
     """The call with the chosen candidate first. Raises ChooserFailed."""
     candidates, turn = sampled.outcome.choices, sampled.planned.turn
     try:
         async with asyncio.timeout(ahead.timeout_seconds):
             with turn.scope.interruptible():
-                chosen = await _find_best(turn, candidates, ahead, ask)
+                chosen = await _find_best(turn, candidates, ahead, ask, outbound)
     except TimeoutError as error:
         raise ChooserFailed(f"the chooser '{ahead.choose}' did not choose within {ahead.timeout_seconds:g} s") from error
     except ChooserFailed:
@@ -64,7 +62,7 @@ async def choose(sampled: Sampled, ahead: Lookahead, ask: Ask) -> Sampled:
     return replace(sampled, outcome=replace(sampled.outcome, choices=choices), chosen=True)
 
 
-async def _find_best(turn: Turn, candidates: Sequence[engine.Sampled], ahead: Lookahead, ask: Ask) -> int:
+async def _find_best(turn: Turn, candidates: Sequence[engine.Sampled], ahead: Lookahead, ask: Ask, outbound: Outbound) -> int:
     if ahead.choose == "logprob":
         means = [mean_logprob(each) for each in candidates]
         return means.index(max(means))
@@ -72,7 +70,7 @@ async def _find_best(turn: Turn, candidates: Sequence[engine.Sampled], ahead: Lo
         numbers = [str(at + 1) for at in range(len(candidates))]
         answer = await ask(turn, ahead.model or "", write_question(turn.request, candidates), numbers)
         return read_number(answer) - 1
-    return await _ask_endpoint(turn, candidates, ahead.url or "")
+    return await _ask_endpoint(turn, candidates, ahead, outbound)
 
 
 def mean_logprob(candidate: engine.Sampled) -> float:
@@ -101,8 +99,9 @@ def read_number(answer: str) -> int:
     return int(found[-1])
 
 
-async def _ask_endpoint(turn: Turn, candidates: Sequence[engine.Sampled], url: str) -> int:
+async def _ask_endpoint(turn: Turn, candidates: Sequence[engine.Sampled], ahead: Lookahead, outbound: Outbound) -> int:
     """What the endpoint chooses of `candidates`, counted from 0."""
+    url = ahead.url or ""
     body = {
         "session_id": turn.session_id,
         "call_id": turn.call_id,
@@ -120,16 +119,10 @@ async def _ask_endpoint(turn: Turn, candidates: Sequence[engine.Sampled], url: s
     }
     try:
         with Waiting(ENGINE):
-            # The session's own time is the only limit.
-            unlimited = aiohttp.ClientTimeout(total=None)
-            async with aiohttp.ClientSession(timeout=unlimited) as client, client.post(url, json=body) as answer:
-                content, status = b"", answer.status
-                async for piece in answer.content.iter_any():
-                    content += piece
-                    if len(content) > ANSWER_BYTES:
-                        raise ChooserFailed(f"the chooser at {url} answered more than {ANSWER_BYTES} bytes")
-    except (aiohttp.ClientError, OSError) as error:
-        raise ChooserFailed(f"the chooser at {url} was not reached: {error or type(error).__name__}") from error
+            content_type = {"content-type": "application/json"}
+            status, content = await outbound.post(url, json.dumps(body).encode(), content_type, seconds=ahead.timeout_seconds)
+    except OutboundFailed as error:
+        raise ChooserFailed(f"the chooser at {url} was not reached: {error}") from error
     try:
         chosen = json.loads(content)["choice"]
     except (ValueError, KeyError, TypeError):

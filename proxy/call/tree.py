@@ -113,8 +113,6 @@ class SessionTree:
         self.bounds = bounds or ImageBounds()
         self.kept_images: set[str] = set()
         """The images that the store is known to keep for the session."""
-        self.fetched: dict[str, str] = {}
-        """The digests of images that were fetched for recorded calls, by address."""
         self.recording: Recording | None = None
         """What the session replays."""
         self._volatile = volatile
@@ -349,7 +347,7 @@ class Draft:
     def reader(self) -> ImageReader:
         """Reads the images of the request's new messages."""
         if self._reader is None:
-            self._reader = ImageReader(self.tree.bounds, self.tree.fetched)
+            self._reader = ImageReader(self.tree.bounds)
         return self._reader
 
     @property
@@ -381,8 +379,6 @@ class Draft:
         for key, (seen, size) in self._new.items():
             self.tree.keep(key, seen, size)
         self._new = {}
-        if self._reader is not None:
-            self.tree.fetched.update(self._reader.fetched)
 
     def call(self, call_id: str) -> Call:
         return self.tree.call(call_id)

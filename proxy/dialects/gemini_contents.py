@@ -20,6 +20,7 @@ from proxy.dialects.base import ItemReader, ParsedMessage, Past, Seals, tool_cal
 from proxy.dialects.fields import arguments_text, decode, placeholder_id, tool_call
 from proxy.dialects.gemini_fields import check_depth, get_object, get_objects, normalize
 from proxy.errors import RequestError
+from proxy.images import SCHEME, refuse_url
 
 Part = dict[str, Any]
 
@@ -206,9 +207,12 @@ def _text_of(part: Part) -> str | None:
 
 
 def _media_part(part: Part) -> dict[str, Any]:
-    """An image as a chat content part. Raises RequestError for other media and for files stored at Google."""
+    """An image as a chat content part. Raises RequestError for other media and for a URI that is no digest."""
     if "fileData" in part:
-        raise RequestError("contents: fileData names a file that is not here; send it as inlineData", param="contents")
+        uri = fields.text(get_object(part, "fileData"), "fileUri") or ""
+        if not uri.startswith(SCHEME):
+            raise refuse_url("media", "contents")
+        return {"type": "image_url", "image_url": {"url": uri}}
     data = get_object(part, "inlineData")
     kind, content = fields.text(data, "mimeType") or "", fields.text(data, "data") or ""
     if not kind.startswith("image/"):

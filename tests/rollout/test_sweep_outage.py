@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,10 +61,14 @@ class Outages:
         return sum(times >= ROUNDS for times in Counter(self.tried).values()) >= PARTS
 
 
+async def never_post(url: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
+    raise AssertionError(f"no task here has a callback, and {url} got one")
+
+
 async def test_an_outage_is_said_once_and_the_next_one_again(stores: Stores, caplog: pytest.LogCaptureFixture) -> None:
     connection = Outages(stores.connection)
     store, sessions = TaskStore(connection), Sessions("http://127.0.0.1:9", "token")
-    callbacks, settings = Callbacks(store), RolloutSettings(task_sweep_seconds=0.01)
+    callbacks, settings = Callbacks(store, never_post), RolloutSettings(task_sweep_seconds=0.01)
     sweeper = Sweeper("s", store, WorkStore(connection), sessions, callbacks, RolloutNumbers(store), settings)
     sweeping = asyncio.create_task(sweeper.run())
     try:
@@ -76,7 +80,6 @@ async def test_an_outage_is_said_once_and_the_next_one_again(stores: Stores, cap
     finally:
         sweeping.cancel()
         await asyncio.wait([sweeping])
-        await callbacks.close()
         await sessions.close()
 
 
@@ -89,12 +92,11 @@ async def test_a_session_that_the_service_will_never_close_keeps_no_rollout_from
     taken = await node.must_take()
     await node.work.conclude(taken.attempt, WELL, time.time())
     refusing = httpx.MockTransport(lambda request: httpx.Response(422, json={"error": {"message": "never"}}))
-    callbacks, settings = Callbacks(stores.tasks), RolloutSettings(lost_node_seconds=0.001)
+    callbacks, settings = Callbacks(stores.tasks, never_post), RolloutSettings(lost_node_seconds=0.001)
     async with Sessions("http://service", "token", transport=refusing) as sessions:
         sweeper = Sweeper("s", stores.tasks, stores.node("s").work, sessions, callbacks, RolloutNumbers(stores.tasks), settings)
         await asyncio.sleep(0.01)
         assert await sweeper.finish_lost() == 1
-    await callbacks.close()
     assert (await stores.rollout()).status == "completed"
     assert (
         "session t.0.1 cannot be closed and is left as it is: POST http://service/sessions/t.0.1/close: 422: never"
@@ -117,10 +119,9 @@ async def test_a_server_that_may_open_no_session_now_leaves_the_rollout_for_late
             return httpx.Response(429, headers={"retry-after": "0.1"}, json={"error": {"message": "trainers are behind"}})
         return httpx.Response(200 if "t.0.1" in request.url.path else 404, json={"error": {"message": "no session"}})
 
-    callbacks = Callbacks(stores.tasks)
+    callbacks = Callbacks(stores.tasks, never_post)
     async with Sessions("http://service", "token", transport=httpx.MockTransport(answer)) as sessions:
         numbers = RolloutNumbers(stores.tasks)
         sweeper = Sweeper("s", stores.tasks, stores.node("s").work, sessions, callbacks, numbers, RolloutSettings())
         assert await sweeper.close_ended() == 3
-    await callbacks.close()
     assert (asked["/sessions/t.0.1/close"], asked["/sessions"]) == (1, 2)

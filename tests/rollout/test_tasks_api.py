@@ -334,8 +334,16 @@ def test_a_callback_that_fails_is_visible(service: RunningService) -> None:
     service.request("DELETE", "/tasks/untold")
     wait_until(lambda: get(service, "/tasks/untold")["callback"]["tries"] >= 1, SECONDS, "it was tried")
     callback = get(service, "/tasks/untold")["callback"]
-    assert "ConnectError" in callback["last_error"] and callback["next_try_at"] > time.time() - SECONDS
+    assert "Cannot connect to host 127.0.0.1:9" in callback["last_error"] and callback["next_try_at"] > time.time() - SECONDS
     assert callback["delivered_at"] is None
+
+
+def test_a_callback_to_an_address_that_the_service_may_not_call_is_not_posted(service: RunningService) -> None:
+    submit(service, task_id="metadata", callback_url="http://169.254.169.254/latest")
+    service.request("DELETE", "/tasks/metadata")
+    wait_until(lambda: get(service, "/tasks/metadata")["callback"]["tries"] >= 1, SECONDS, "it was tried")
+    reason = "169.254.169.254 is no address that this service may call (VERBATIM_OUTBOUND_ALLOW)"
+    assert get(service, "/tasks/metadata")["callback"]["last_error"] == reason
 
 
 def test_a_callback_that_fails_is_tried_at_ever_greater_intervals() -> None:

@@ -267,6 +267,9 @@ def test_the_same_bytes_in_any_form_are_one_image(engine: ScriptedEngine, sessio
         session.answer([user(form, "see")])
     for path, body in requests_of(RED).values():
         assert post(session, path, body).status_code == 200
+    named = {"fileData": {"mimeType": "image/png", "fileUri": f"sha256:{digest(RED)}"}}
+    body = {"contents": [{"role": "user", "parts": [named, {"text": "see"}]}]}
+    assert post(session, "/v1beta/models/policy:generateContent", body).status_code == 200
     assert kept(store) == {digest(RED)}
     assert {tuple(each["digest"] for each in call["media"]) for call in session.calls} == {(digest(RED),)}
     # All of them have the same history, so each is another sample of the same request.
@@ -485,17 +488,17 @@ def test_a_bad_image_is_refused_in_the_dialects_shape_and_nothing_is_kept(
         ([user(*[image(RED)] * 7)], "7 images, of at most 6 (VERBATIM_MAX_CALL_IMAGES)"),
         ([user(*[image(RED)] * 5)], "At most 4 image(s) may be provided in one prompt"),
         ([user(*(image(picture((shade, 0, 0))) for shade in range(6)))], "of at most 5 (VERBATIM_MAX_SESSION_IMAGES)"),
-        ([user({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}})], "taken as data URLs only"),
+        ([user({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}})], "its image by a URL"),
         ([user({"type": "image_url", "image_url": {"url": "data:image/png;base64,####"}})], "base64 cannot be decoded"),
         ([user({"type": "image_url", "image_url": {"url": "data:image/png"}})], "no comma"),
         ([user({"type": "image_url", "image_url": {"url": 7}})], "URL as a string"),
         ([user({"type": "image_url"})], "URL as a string"),
-        ([user({"image_url": "https://example.com/a.png"})], "taken as data URLs only"),
+        ([user({"image_url": "https://example.com/a.png"})], "its image by a URL"),
         ([user({"input_audio": {"data": "", "format": "wav"}})], "has a part of type 'input_audio'"),
         ([user({"type": "image_url", "image_url": {"url": "sha256:" + "0" * 64}})], "has sent no image with the digest"),
         ([user({"type": "image_url", "image_url": {"url": "sha256:0"}})], "named by its digest"),
         ([user(f"a {PAD} of my own", image(RED))], "contains the placeholder that stands for an image"),
-        ([user({"type": "video_url", "video_url": {"url": "https://example.com/a.mp4"}})], "names its video by address"),
+        ([user({"type": "video_url", "video_url": {"url": "https://example.com/a.mp4"}})], "its video by a URL"),
         ([user({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}})], "has a part of type 'input_audio'"),
     ],
 )

@@ -295,6 +295,17 @@ def test_an_endpoint_may_take_as_long_as_the_session_says(
     assert session.answer("q")["content"] == "second"
 
 
+def test_a_chooser_is_asked_only_where_the_operator_allows_it(redis_server: RedisServer, chooser: Chooser) -> None:
+    with (
+        ScriptedEngine("qwen3") as engine,
+        RunningService(engine.url, redis_server.url, engine_api="token", outbound_allow=["public"]) as service,
+    ):
+        session = service.session(lookahead={"n": 2, "choose": "http", "url": chooser.url})
+        with pytest.raises(InternalServerError, match=r"127\.0\.0\.1 is no address that this service may call"):
+            session.ask("q")
+    assert chooser.asked == []
+
+
 def test_an_engine_that_refuses_a_lookahead_leaves_nothing(engine: ScriptedEngine, service: RunningService) -> None:
     session = service.session(lookahead=THREE)
     engine.script = lambda generation, index: Fail(400)

@@ -312,7 +312,7 @@ def test_the_details_of_a_call_name_its_sampling_and_its_parent(service: Running
 
 
 def test_images_come_from_the_service_alone(service: RunningService) -> None:
-    """One by address is not fetched, and SVG, which may hold scripts, is not shown as an image."""
+    """One by URL is not fetched, and SVG, which may hold scripts, is not shown as an image."""
     shown = page(service, "/ui/sessions/picture")
     (source,) = re.findall(r'<img loading="lazy" src="([^"]+)"', shown)
     image = service.request("GET", source)
