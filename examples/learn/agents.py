@@ -22,7 +22,7 @@ from rollout.runtimes.settings import SYSTEM_PATH
 Message = Mapping[str, Any]
 
 INSTALLED = Path(__file__).resolve().parents[2] / ".cache" / "harnesses"
-"""Where `make harnesses` puts them."""
+"""Where `make learn` and `make harnesses` put them."""
 SYSTEM = "You are an agent with a shell."
 LONGEST_REPLY = 60
 MOST_CALLS = 4
@@ -168,22 +168,21 @@ def make_task(task_id: str, exercise: Exercise, agent: CliAgent, rollouts: int) 
 
 
 def with_agents(*first: Path) -> dict[str, str]:
-    """The variables with which sandboxes of a node have the agents that `make harnesses` installed on PATH, behind the environments of
-    Python named `first`."""
-    node = shutil.which("node")
-    if node is None or not INSTALLED.exists():
-        raise RuntimeError("the agents are not installed: run `make harnesses`, which needs Node.js")
+    """The variables with which sandboxes of a node have the installed agents on PATH, behind the environments of Python named `first`."""
+    if not INSTALLED.exists():
+        raise RuntimeError("no agent is installed: `make learn` installs the one that it needs, `make harnesses` all")
+    nodes = [Path(node)] if (node := shutil.which("node")) else []
     folders = [INSTALLED / "npm" / "node_modules" / ".bin", *sorted(INSTALLED.glob("*/bin"))]
     # Last, so that a command of the system goes before one of the same name in an agent's environment.
     path = [
         *(str(each / "bin") for each in first),
         SYSTEM_PATH,
-        str(Path(node).parent),
+        *(str(node.parent) for node in nodes),
         *(str(folder.resolve()) for folder in folders),
     ]
     environments = [*first, *(each.parents[1] for each in INSTALLED.glob("*/bin/python3"))]
     pythons = [(each / "bin" / "python3").resolve() for each in environments]
-    homes = [INSTALLED.resolve(), *first, *(program.parents[1] for program in (Path(node).resolve(), *pythons))]
+    homes = [INSTALLED.resolve(), *first, *(program.parents[1] for program in (*(node.resolve() for node in nodes), *pythons))]
     return {"VERBATIM_LOCAL_PATH": os.pathsep.join(path), "VERBATIM_LOCAL_READABLE": os.pathsep.join(_outside(homes))}
 
 

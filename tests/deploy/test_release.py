@@ -295,4 +295,4 @@ def test_ci_is_the_one_script_and_hooks_are_its_style_checks() -> None:
     hooks = {hook["entry"].partition(" ")[0] for hook in local["hooks"]}
     checks = re.search(r"^check:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert checks is not None
-    assert hooks == {line.split()[0].replace("$(BIN)", ".venv/bin") for line in checks[1].splitlines()}
+    assert hooks == {line.split()[0].replace("$(BIN)", ".cache/venv/bin") for line in checks[1].splitlines()}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import sys
 from collections.abc import Iterator
 
 import pytest
+
+from tests import ROOT
 
 MOST = 160
 """Characters shown of a cause."""
@@ -40,4 +44,4 @@ def cause(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 
 def command(nodeid: str) -> str:
-    return f".venv/bin/python -m pytest {shlex.quote(nodeid)}"
+    return f"{shlex.quote(os.path.relpath(sys.executable, ROOT))} -m pytest {shlex.quote(nodeid)}"

@@ -1,0 +1,76 @@
+"""What `make` would run, target by target: it is asked, and runs nothing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The files that the Makefile reads, where nothing is installed."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "tests/peers.txt", "benchmarks/peers.txt", "tests/harnesses"):
+        target = tmp_path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.symlink_to(ROOT / name)
+    return tmp_path
+
+
+def dry_run(checkout: Path, *words: str) -> str:
+    done = subprocess.run(["make", "--dry-run", "ENGINE=vllm-cpu", *words], cwd=checkout, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def find_agents(printed: str) -> set[str]:
+    """The folders of agents that it would make."""
+    return set(re.findall(r"^touch \.cache/harnesses/(\S+)/installed$", printed, re.MULTILINE))
+
+
+def find_pythons(printed: str) -> Iterator[str]:
+    return (found[0] for found in re.finditer(r"(?<![\w.])\S*bin/python(?=\s)", printed))
+
+
+@pytest.mark.parametrize("target", ["demo", "demo-tasks", "test", "check", "docs", "install"])
+def test_nothing_is_installed_into_the_environment_of_the_person_who_runs_make(checkout: Path, target: str) -> None:
+    """The quick start leaves a service running out of `.venv`: an install there would replace its code under it."""
+    printed = dry_run(checkout, target)
+    assert "pip install" in printed
+    assert {python for python in find_pythons(printed) if not python.startswith((".cache/venv/", "/usr/"))} == set()
+    assert not re.search(r"(?<![\w./])\.venv\b", printed)
+
+
+def test_make_clean_leaves_the_environment_of_the_person_who_runs_make(checkout: Path) -> None:
+    printed = dry_run(checkout, "clean")
+    assert "rm -rf .cache " in printed and ".venv" not in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "agents"),
+    [
+        ([], {"pi"}),
+        (["ARGS=--agent pi --steps 2"], {"pi"}),
+        (["ARGS=--steps 2 --agent mini-swe-agent"], {"mini-swe-agent"}),
+        (["ARGS=--agent=mini-swe-agent", "MODEL=smollm2"], {"mini-swe-agent"}),
+        (["ARGS=--agent no-such-agent"], set()),
+    ],
+)
+def test_make_learn_installs_the_one_agent_that_learns(checkout: Path, words: list[str], agents: set[str]) -> None:
+    assert find_agents(dry_run(checkout, "learn", *words)) == agents
+
+
+def test_make_learn_takes_pi_from_the_folder_of_all_agents_where_that_is_there(checkout: Path) -> None:
+    stamp = checkout / ".cache/harnesses/npm/installed"
+    stamp.parent.mkdir(parents=True)
+    stamp.touch()
+    assert find_agents(dry_run(checkout, "learn")) == set()
+
+
+def test_make_study_installs_the_agent_that_is_its_default(checkout: Path) -> None:
+    assert find_agents(dry_run(checkout, "study")) == {"mini-swe-agent"}
