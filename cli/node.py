@@ -171,6 +171,8 @@ async def _serve(
 ) -> None:
     from cli.rollout_store import RolloutConnection
     from rollout.attempts import node_prefix
+    from rollout.evaluators import catalogue as evaluators
+    from rollout.harnesses import catalogue as harnesses
     from rollout.sessions import Judge, Sessions
     from rollout.stages import Capacity, Stages
     from rollout.steps import NodeParts
@@ -178,6 +180,8 @@ async def _serve(
 
     proxy = parse_proxy(harness_url, "--url" if harness_url == control.url else "--harness-url")
     kinds = await find_kinds(wanted)
+    evaluators.load_all()
+    harnesses.load_built_in()
     logs = make_logs_folder(data_dir)
     connection = await connect(redis)
     sessions = Sessions(control.url, control.token)

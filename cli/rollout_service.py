@@ -24,9 +24,11 @@ from proxy.settings import Settings
 from proxy.store.connection import StoreConnection
 from rollout.api import build_task_router
 from rollout.evaluators import catalogue as evaluators
+from rollout.harnesses import catalogue as harnesses
 from rollout.metrics import RolloutNumbers
 from rollout.runtimes import catalogue as runtimes
 from rollout.sessions import Sessions
+from rollout.store import keys
 from rollout.store.base import NoSuchTask, StoreUnavailable
 from rollout.store.tasks import TaskStore
 from rollout.store.work import WorkStore
@@ -41,6 +43,11 @@ OWN_URL = "http://127.0.0.1"
 
 def add_rollouts(known: Known, services: Services, control: Application) -> Addition:
     """An `Adding` for `create_app`, once `known` is bound."""
+    # Another install may take this one's place while the process runs.
+    keys.load_scripts()
+    harnesses.load_built_in()
+    runtimes.load_all()
+    evaluators.load_all()
     settings = services.settings
     connection = StoreConnection.to(settings, settings.redis)
     store = TaskStore(RolloutConnection(connection))

@@ -39,12 +39,13 @@ from proxy.retention import Retention
 from proxy.services import Services
 from proxy.settings import Settings
 from proxy.store.archive import ArchiveStore
-from proxy.store.connection import StoreConnection
+from proxy.store.connection import StoreConnection, load_scripts
 from proxy.store.delivery import DeliveryStore
 from proxy.store.media import MediaStore
 from proxy.store.service import EngineStore, PeerStore, RedisClock, RetentionStore, WeightStore
 from proxy.store.sessions import SessionStore
 from proxy.timeline import Inflight
+from proxy.ui.rendering import static_version, templates
 from proxy.ui.router import ui_router
 from proxy.ui.shown import Tasks, Ui
 
@@ -66,6 +67,7 @@ Adding = Callable[[Services, Application], Addition]
 
 def create_app(settings: Settings, *adding: Adding) -> Harness:
     """The ASGI application of one process."""
+    _read_install()
     store = StoreConnection.to(settings, settings.redis)
     services = build_services(settings, store)
     # FastAPI's own documentation pages load scripts from elsewhere and ask for a token.
@@ -81,6 +83,13 @@ def create_app(settings: Settings, *adding: Adding) -> Harness:
         control.routes.extend(router.routes)
     control.openapi = harness.description = cache(partial(build_document, control))  # type: ignore[method-assign]
     return harness
+
+
+def _read_install() -> None:
+    """Read now what is otherwise read at its first use: another install may take this one's place while the process runs."""
+    load_scripts()
+    static_version()
+    templates()
 
 
 def build_control_router() -> APIRouter:

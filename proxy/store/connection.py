@@ -52,6 +52,12 @@ class Lasting(StoreUnavailable):
     """Redis refuses the command until an operator acts: it is full, too old or rejects the login. Not worth a retry."""
 
 
+@cache
+def load_scripts() -> Mapping[str, bytes]:
+    """The files of `scripts` by name. All at once: another install may take this one's place while the process runs."""
+    return {file.name: file.read_bytes() for file in (files("proxy.store") / "scripts").iterdir()}
+
+
 @dataclass(frozen=True, slots=True)
 class Script:
     source: bytes
@@ -61,8 +67,7 @@ class Script:
     @cache
     def read(cls, name: str, *preludes: str) -> Script:
         """`scripts/<name>.lua`, with the named preludes, which only define functions, before it."""
-        folder = files("proxy.store") / "scripts"
-        source = b"\n".join((folder / f"{part}.lua").read_bytes() for part in (*preludes, name))
+        source = b"\n".join(load_scripts()[f"{part}.lua"] for part in (*preludes, name))
         return cls(source, hashlib.sha1(source, usedforsecurity=False).hexdigest())
 
 

@@ -57,7 +57,8 @@ def static_version() -> str:
 @cache
 def templates() -> jinja2.Environment:
     made = jinja2.Environment(
-        loader=jinja2.PackageLoader("proxy.ui"),
+        # All at once: another install may take this one's place while the process runs.
+        loader=jinja2.DictLoader({file.name: file.read_text() for file in files("proxy.ui").joinpath("templates").iterdir()}),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

@@ -3,6 +3,7 @@ class (`module:Class`) that takes no arguments."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -42,6 +43,14 @@ def load(name: str) -> Evaluator:
     if len(found[name]) > 1:
         raise BadEvaluator(f"there are several evaluators {name!r}: {', '.join(point.value for point in found[name])}")
     return _make(found[name][0].value)
+
+
+def load_all() -> None:
+    """Import every kind now: another install may take this one's place while the process runs. What cannot be loaded fails where it is
+    named."""
+    for name in names():
+        with suppress(BadEvaluator):
+            load(name)
 
 
 @cache

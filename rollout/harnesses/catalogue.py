@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tomllib
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +24,7 @@ VARIABLE = "VERBATIM_HARNESSES"
 
 def names() -> list[str]:
     """The names that `load` accepts, sorted."""
-    return sorted(_find_files())
+    return sorted({*load_built_in(), *_find_own()})
 
 
 def load(name_or_path: str) -> Harness:
@@ -30,22 +32,29 @@ def load(name_or_path: str) -> Harness:
     `UnknownHarness` or `BadDefinition`."""
     if name_or_path.endswith(".toml"):
         return _read(Path(name_or_path))
-    found = _find_files()
-    if name_or_path not in found:
-        raise UnknownHarness(
-            f"there is no harness {name_or_path!r}: choose one of {', '.join(sorted(found))}, or give the path of a .toml file"
-        )
-    return _read(found[name_or_path])
+    if (own := _find_own().get(name_or_path)) is not None:
+        return _read(own)
+    if (text := load_built_in().get(name_or_path)) is not None:
+        return _parse(text, BUILT_IN / f"{name_or_path}.toml")
+    raise UnknownHarness(
+        f"there is no harness {name_or_path!r}: choose one of {', '.join(names())}, or give the path of a .toml file"
+    )
 
 
-def _find_files() -> dict[str, Path]:
-    """Name -> file. Files are named after their harness, so listing them reads none."""
-    folders = [BUILT_IN]
-    if given := os.environ.get(VARIABLE):
-        folders.append(Path(given).expanduser())
-        if not folders[-1].is_dir():
-            raise UnknownHarness(f"{VARIABLE} names {given}, which is not a directory")
-    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.toml"))}
+@cache
+def load_built_in() -> Mapping[str, str]:
+    """The built-in definitions by name, not parsed. All at once: another install may take this one's place while the process runs."""
+    return {path.stem: path.read_text(encoding="utf-8") for path in BUILT_IN.glob("*.toml")}
+
+
+def _find_own() -> dict[str, Path]:
+    """The files of the user's folder by name. Files are named after their harness, so listing them reads none."""
+    if not (given := os.environ.get(VARIABLE)):
+        return {}
+    folder = Path(given).expanduser()
+    if not folder.is_dir():
+        raise UnknownHarness(f"{VARIABLE} names {given}, which is not a directory")
+    return {path.stem: path for path in folder.glob("*.toml")}
 
 
 def _read(path: Path) -> Harness:
@@ -53,6 +62,10 @@ def _read(path: Path) -> Harness:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UnknownHarness(f"the definition {path} cannot be read: {error}") from error
+    return _parse(text, path)
+
+
+def _parse(text: str, path: Path) -> Harness:
     try:
         return parse(tomllib.loads(text), path.stem)
     except tomllib.TOMLDecodeError as error:

@@ -5,6 +5,7 @@ An entry point is `name = module:Class`; the class is a `RuntimeKind` whose cons
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import cast
@@ -39,6 +40,14 @@ def load(name: str, settings: RuntimeSettings | None = None) -> RuntimeKind:
         raise
     except Exception as error:
         raise BadRuntime(f"the runtime {points[0].value} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def load_all() -> None:
+    """Import every kind now: another install may take this one's place while the process runs. What cannot be loaded fails where it is
+    named."""
+    for name in list_names():
+        with suppress(BadRuntime):
+            load(name)
 
 
 @cache

@@ -34,7 +34,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -86,6 +86,12 @@ Argument = bytes | str | int | float
 PRELUDE = "_rollout"
 
 
+@cache
+def load_scripts() -> Mapping[str, bytes]:
+    """The files of `scripts` by name. All at once: another install may take this one's place while the process runs."""
+    return {file.name: file.read_bytes() for file in (files("rollout.store") / "scripts").iterdir()}
+
+
 @dataclass(frozen=True, slots=True)
 class Script:
     source: bytes
@@ -95,8 +101,7 @@ class Script:
     @cache
     def read(cls, name: str) -> Script:
         """`scripts/<name>.lua` with the prelude, which only defines functions, before it."""
-        folder = files("rollout.store") / "scripts"
-        source = b"\n".join((folder / f"{part}.lua").read_bytes() for part in (PRELUDE, name))
+        source = b"\n".join(load_scripts()[f"{part}.lua"] for part in (PRELUDE, name))
         return cls(source, hashlib.sha1(source, usedforsecurity=False).hexdigest())
 
 
