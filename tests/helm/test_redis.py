@@ -51,7 +51,7 @@ class Cluster:
         for name, program in (
             ("redis-server", BINARY),
             ("redis-check-rdb", BINARY),
-            ("redis-cli", Path(BINARY).with_name("redis-cli")),
+            ("redis-cli", Path(BINARY).with_name(Path(BINARY).name.replace("server", "cli"))),
         ):
             (self.folder / "bin" / name).symlink_to(program)
         config: str = the(self.values, "ConfigMap", "-redis")["data"]["redis.conf"]

@@ -13,9 +13,13 @@ from typing import NoReturn
 from tests import ROOT
 
 PATH = os.pathsep.join(
-    (os.environ.get("PATH", ""), "/usr/sbin", str(ROOT / ".cache/apptainer/usr/bin"), str(ROOT / ".cache/promtool/usr/bin"))
+    (
+        os.environ.get("PATH", ""),
+        "/usr/sbin",
+        *(str(ROOT / ".cache" / name / "usr/bin") for name in ("apptainer", "promtool", "valkey")),
+    )
 )
-"""Where programs are looked for; `.ci/programs` fills the last two folders."""
+"""Where programs are looked for; `.ci/programs` fills the last three folders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +37,13 @@ NEEDS = (
     Need("podman", "podman", "containers of rollouts"),
     Need("runc", "runc", "containers of rollouts"),
     Need("mksquashfs", "squashfs-tools", "images of apptainer"),
-    Need("patchelf", "patchelf", "unpacking apptainer"),
+    Need("patchelf", "patchelf", "unpacking apptainer and valkey"),
     Need("chromium", "chromium", "the pages of /ui"),
     Need("chromedriver", "chromium-driver", "the pages of /ui"),
     Need("systemd-analyze", "systemd", "the units in deploy/systemd"),
     Need("nginx", "nginx-light", "the documented ways to put a proxy in front"),
     Need("promtool", "prometheus", "alert rules and dashboards", unpacked=True),
+    Need("valkey-server", "valkey-server", "the store on Valkey", unpacked=True),
     Need("apptainer", "apptainer", "instances of rollouts", unpacked=True),
 )
 LEFT_OUT = frozenset(filter(None, os.environ.get("VERBATIM_TESTS_WITHOUT", "").split(",")))

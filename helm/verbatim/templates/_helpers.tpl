@@ -43,7 +43,7 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 
 {{/* Redis is not of the same registry as the project's images, unless a mirror says so by its repository. */}}
 {{- define "verbatim.redisImage" -}}
-{{- with .Values.redis.bundled.image -}}{{ .repository }}:{{ .tag }}{{- end -}}
+{{- with .Values.redis.bundled.image -}}{{ .repository }}:{{ .tag }}{{ with .digest }}@{{ . }}{{ end }}{{- end -}}
 {{- end -}}
 
 {{- define "verbatim.pullSecrets" -}}

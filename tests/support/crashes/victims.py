@@ -13,7 +13,7 @@ from typing import Protocol
 
 import httpx
 
-from proxy.store.embedded import redis_server_binary
+from proxy.store.programs import choose_program
 from tests.support.service.redis_server import RedisServer, free_port, wait_until_it_answers
 from tests.support.service.verbatim_process import ADMIN, TRAINER, Serving, environment, processes_using, wait_until
 
@@ -45,7 +45,7 @@ class RedisVictim:
         where = ["--port", str(free_port()), "--bind", "127.0.0.1", "--dir", str(folder)]
         durable = ["--appendonly", "yes", "--appendfsync", fsync, "--save", ""]
         self.port = int(where[1])
-        self._command = [str(redis_server_binary()), *where, *durable]
+        self._command = [str(choose_program().path), *where, *durable]
         self._server: RedisServer | None = None
 
     @property

@@ -23,11 +23,12 @@ import redis
 
 from proxy.store.connection import StoreConnection
 from proxy.store.delivery import DeliveryStore
-from proxy.store.embedded import redis_server_binary
+from proxy.store.programs import choose_program
 from proxy.store.service import PeerStore, WeightStore
 from proxy.store.sessions import SessionStore
+from tests.support import machine
 
-BINARY = os.environ.get("VERBATIM_TEST_REDIS") or str(redis_server_binary())
+BINARY = os.environ.get("VERBATIM_TEST_REDIS") or str(choose_program().path)
 """The redis-server under the tests; the variable names another one, for example a newer."""
 IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 2**30 else None
 """Where the servers' files are, so that no test waits for a disk. None: in the temporary folder."""
@@ -110,12 +111,12 @@ class SharedRedis(RedisServer):
 
 
 @contextmanager
-def running_redis(*flags: str, port: int | None = None, wait: bool = True) -> Iterator[RedisServer]:
+def running_redis(*flags: str, port: int | None = None, wait: bool = True, binary: str = BINARY) -> Iterator[RedisServer]:
     """`wait`: until it answers, which it does only when its file is loaded."""
     folder = Path(tempfile.mkdtemp(prefix="verbatim-test-", dir=IN_MEMORY))
     port = port or free_port()
     where = ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--appendonly", "yes", "--save", ""]
-    process = subprocess.Popen([BINARY, *where, *flags], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([binary, *where, *flags], stdout=subprocess.DEVNULL)
     server = RedisServer(port, process)
     try:
         if wait:
@@ -257,11 +258,14 @@ def shared_redis() -> Iterator[SharedRedis]:
         yield SharedRedis(server.port, server.process, stack)
 
 
-@pytest.fixture(scope="module", params=["plain", "cluster"])
+@pytest.fixture(scope="module", params=["plain", "cluster", "valkey"])
 def redis_kind(request: pytest.FixtureRequest, shared_redis: SharedRedis) -> Iterator[RedisKind]:
-    """The store's contract holds on one server and on a cluster of three."""
+    """The store's contract holds on one server, on a cluster of three, and on Valkey."""
     if request.param == "plain":
         with running_redis() as server:
+            yield server
+    elif request.param == "valkey":
+        with running_redis(binary=machine.require("valkey-server")) as server:
             yield server
     else:
         yield shared_redis.cluster
