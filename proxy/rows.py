@@ -63,11 +63,11 @@ def build_rows(
 ) -> Built:
     """The session's training rows and what became of every sampled token, with what the settings say is trained.
 
-    `delivered` holds the ids of calls whose answer went out whole. Intents without a result are dangling calls: they are
+    `delivered` holds the ids of calls whose answer went out, or may still. Intents without a result are dangling calls: they are
     accounted for with no tokens. `builder` None: the service's. Raises RequestError for one that there is not.
     """
     build = find_builder(builder or settings.builder)
-    calls, damaged = _decoded(records)
+    calls, damaged = decode_records(records)
     roles, modes = frozenset(settings.train_roles), frozenset(settings.train_logprob_modes)
     info = state.info
     settled = settle(
@@ -109,7 +109,7 @@ def _refused(state: SessionState) -> bool:
     return state.unserved is not None and state.unserved.code == BudgetExhausted.code
 
 
-def _decoded(records: Sequence[bytes]) -> tuple[list[Call], dict[str, str]]:
+def decode_records(records: Sequence[bytes]) -> tuple[list[Call], dict[str, str]]:
     """The calls, and a name and reason for each record that cannot be read."""
     calls: dict[str, Call] = {}
     damaged = {}
@@ -135,7 +135,7 @@ def calls_as_wire(
     """`limit` calls from `start` on in the order they were recorded, then those that are unfinished; the next cursor or None.
 
     `in_flight` holds the ids of the unfinished calls that are under way; the others are dangling."""
-    calls, _ = _decoded(records)
+    calls, _ = decode_records(records)
     settled = settle(calls)
     unfinished = [(begun, intent) for begun, intent in _left(intents, calls) if begun > start.unfinished]
     shown = list(_recorded(calls[start.recorded : start.recorded + limit], settled, delivered, arrays))
@@ -151,7 +151,7 @@ def every_call_as_wire(
     records: Sequence[bytes], delivered: Container[str], intents: Sequence[Intent], in_flight: Container[str]
 ) -> Iterator[dict[str, Any]]:
     """What all pages of `calls_as_wire` hold, arrays as lists, made one by one: together they are many times the records."""
-    calls, _ = _decoded(records)
+    calls, _ = decode_records(records)
     yield from _recorded(calls, settle(calls), delivered, "list")
     for _, intent in _left(intents, calls):
         yield _unfinished(intent, in_flight)
@@ -272,14 +272,13 @@ def _unfinished(intent: Intent, in_flight: Container[str]) -> dict[str, Any]:
 async def session_rows(services: Services, state: SessionState, builder: str | None = None) -> Built:
     """`build_rows` on what the store holds of the session, off the event loop."""
     session_id = state.info.session_id
-    records, intents, delivered = await asyncio.gather(
-        services.sessions.load_records(session_id),
-        services.sessions.load_intents(session_id),
-        services.sessions.load_delivered(session_id),
+    records, intents = await asyncio.gather(
+        services.sessions.load_records(session_id), services.sessions.load_intents(session_id)
     )
+    heard = await services.sessions.load_heard(session_id)
     in_flight = await services.peers.in_flight(intents) if state.status in ("open", "closing") else ()
     left = [intent for intent in intents if intent.call_id not in in_flight]
-    return await asyncio.to_thread(build_rows, services.settings, state, records, left, delivered, builder)
+    return await asyncio.to_thread(build_rows, services.settings, state, records, left, heard, builder)
 
 
 # CallsCursor: a position in a listing of calls that stays valid while further calls are recorded.

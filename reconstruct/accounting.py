@@ -3,6 +3,9 @@
 `settle` takes a session's calls in any order and decides which may be trained. `verify` checks the rows of any builder: the ids before
 a trained token are those it was sampled after, and each sampled token is either trained exactly once or quarantined. `check` asserts
 sampled == exported + quarantined. Replayed calls are another session's: they are the context of a fork's rows, counted beside these.
+
+One fact decides whether a call is an abandoned attempt: was its reply delivered. If not, nothing came of it: its tokens are quarantined
+and the session is complete without them. If it was, whole or cut, the agent acted on it: it is trained, or the session is incomplete.
 """
 
 from __future__ import annotations
@@ -14,9 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from reconstruct.errors import IdOutOfRange, ReconstructError, RecordError, UnknownParent
-from reconstruct.records import NO_LOGPROBS, NOT_CHOSEN, Call, Forest, order_key
-from reconstruct.roles import REASON as SUPERSEDED
-from reconstruct.roles import credited_role, find_superseded, infer_side_calls
+from reconstruct.records import NO_LOGPROBS, NOT_CHOSEN, Call, Forest, order_key, request_of
+from reconstruct.roles import credited_role, infer_side_calls
 from reconstruct.trajectory import Accounting, Quarantined, Trajectory
 from reconstruct.verification import verify
 
@@ -26,8 +28,10 @@ FROZEN = "frozen_model"
 """The reason of a call of a model that is never trained."""
 REPLAYED = "replayed"
 """The reason of a fork's call that its origin sampled, and trains."""
-_ATTEMPTS = (SUPERSEDED, "aborted", "not_answered")
-"""The reasons of calls whose reply was not used."""
+NOT_DELIVERED = "not_delivered"
+"""The reason of an abandoned attempt: the harness did not get the reply, and nothing continued it."""
+_LEFT_OUT = (FROZEN, NOT_CHOSEN)
+"""The reasons of calls that are left out by choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +63,9 @@ def settle(
 ) -> Settled:
     """Build the forest from calls in any order and find the calls that must not be trained. A bad record never raises.
 
-    `delivered` has the ids of calls whose reply was sent completely (None: all). `train_roles` are the roles to train (None: all);
-    `train_inferred`: also train side calls that are only inferred to be ones (see `reconstruct.roles`). `logprob_modes` are the
-    accepted logprob modes (None: all but logits). Calls of other sessions than `session_id` are replayed (None: none is).
+    `delivered` has the ids of calls whose reply the harness got, whole or cut (None: all). `train_roles` are the roles to train
+    (None: all); `train_inferred`: also train side calls that are only inferred to be ones (see `reconstruct.roles`). `logprob_modes` are
+    the accepted logprob modes (None: all but logits). Calls of other sessions than `session_id` are replayed (None: none is).
     """
     ordered = infer_side_calls(sorted({call.call_id: call for call in calls}.values(), key=order_key))
     forest, refused = _plant(ordered)
@@ -69,18 +73,18 @@ def settle(
     unsound = _out_of_range(forest)
     elsewhere = ordered if session_id is not None else ()
     replayed = frozenset(call.call_id for call in elsewhere if call.session_id != session_id)
+    attempts = frozenset[str]() if delivered is None else find_attempts(forest, delivered)
     for call in forest.calls.values():
         reason = (
             (call.call_id in replayed and REPLAYED)
-            or _refusal(call, forest)
+            or (call.quarantine_reason in _LEFT_OUT and call.quarantine_reason)
+            or (call.call_id in attempts and NOT_DELIVERED)
+            or _refusal(call)
             or (IdOutOfRange.reason if call.call_id in unsound else "")
             or _wrong_mode(call, logprob_modes)
         )
         if reason:
             refused[call.call_id] = reason
-    if delivered is not None:
-        for call_id in find_superseded(forest, delivered):
-            refused.setdefault(call_id, SUPERSEDED)
     shown = {} if train_roles is None else _find_untrained(forest, refused, train_roles, train_inferred)
     return Settled(forest, {**refused, **shown}, stray, frozenset(shown), replayed)
 
@@ -97,15 +101,41 @@ def _find_untrained(
     return {call_id: f"role_{role}" for call_id, role in credited.items() if role not in train_roles}
 
 
-def _refusal(call: Call, forest: Forest) -> str:
+def find_attempts(forest: Forest, delivered: Container[str]) -> frozenset[str]:
+    """The ids of the abandoned attempts: calls that are not `delivered` and that nothing continues. A continuation replays the reply, so
+    the harness had it, whatever was noted; and it had all choices of that request."""
+    heard = {request_of(call) for call in forest.calls.values() if call.call_id in delivered or forest.children(call.call_id)}
+    return frozenset(call_id for call_id, call in forest.calls.items() if request_of(call) not in heard)
+
+
+def presume_delivered(calls: Iterable[Call], untold: Container[str]) -> set[str]:
+    """Of the `untold`, whose process died before it could tell what became of their replies, those that count as delivered: the call did
+    not fail, and the harness did not ask the same again afterwards. Requests that overlap are samples, not retries."""
+    last_asked: dict[tuple[object, ...], float] = {}
+    for call in (known := list(calls)):
+        asked = _history_of(call)
+        last_asked[asked] = max(call.started_at, last_asked.get(asked, call.started_at))
+    return {
+        call.call_id
+        for call in known
+        if call.call_id in untold
+        and call.status != "failed"
+        and last_asked[_history_of(call)] < call.started_at + call.engine_seconds + call.own_seconds
+    }
+
+
+def _history_of(call: Call) -> tuple[object, ...]:
+    """What was asked: messages, tools and policy, whatever the transport and the sampling parameters."""
+    return call.node.parent_id, call.fingerprint, call.root_key
+
+
+def _refusal(call: Call) -> str:
     if not call.trainable:
         return call.quarantine_reason or "not_trainable"
     try:
         call.node.check(session_id=call.session_id, call_id=call.call_id)
     except RecordError as error:
         return error.reason
-    if call.finish_reason == "abort" and not any(forest.extends(child) for child in forest.children(call.call_id)):
-        return "aborted"
     return ""
 
 
@@ -195,11 +225,9 @@ def account(settled: Settled, rows: Sequence[Trajectory], untold: Mapping[str, s
 
 
 def _is_complete(settled: Settled) -> bool:
-    """Whether every call that the outcome depends on can be trained or is left out by choice."""
+    """Whether every call that the outcome depends on can be trained or is left out by choice. It does not depend on an attempt."""
     return not settled.stray and all(
-        call_id in settled.shown
-        or reason in (FROZEN, REPLAYED, NOT_CHOSEN)
-        or (reason in _ATTEMPTS and not settled.forest.children(call_id))
+        call_id in settled.shown or reason in (*_LEFT_OUT, REPLAYED, NOT_DELIVERED)
         for call_id, reason in settled.refused.items()
     )
 
@@ -207,7 +235,7 @@ def _is_complete(settled: Settled) -> bool:
 def measure_lost_share(settled: Settled, accounting: Accounting) -> float:
     """The share of sampled tokens in quarantine, 0 to 1, without those left out by choice: of roles and models that are not trained, and
     candidates that were not chosen."""
-    chosen = [item for item in accounting.quarantined if item.call_id in settled.shown or item.reason in (FROZEN, NOT_CHOSEN)]
+    chosen = [item for item in accounting.quarantined if item.call_id in settled.shown or item.reason in _LEFT_OUT]
     lost = accounting.sampled_tokens - accounting.exported_tokens - sum(item.tokens for item in chosen)
     return lost / accounting.sampled_tokens if accounting.sampled_tokens else 0.0
 

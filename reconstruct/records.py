@@ -272,6 +272,11 @@ def order_key(call: Call) -> tuple[float, str]:
     return (call.started_at, call.call_id)
 
 
+def request_of(call: Call) -> tuple[object, ...]:
+    """Equal for the choices of one request alone."""
+    return call.session_id, call.node.parent_id, call.fingerprint, call.root_key, call.digest, call.started_at
+
+
 class Forest:
     """The calls of one session in insertion order, with indexes to find a parent. `detailed`: a call has details; `controlled`: a call
     has control tokens in its messages; `has_media`: a call's prompt has media."""

@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from reconstruct.records import DECLARED, INFERRED, RULE, Call, Forest
+from reconstruct.records import DECLARED, INFERRED, RULE, Call
 
 ROLES = ("main", "subagent", "compaction", "side")
 
@@ -216,34 +216,3 @@ def _fits(rule: RoleRule, marks: Marks, system: _Text, last: _Text) -> bool:
     if rule.system and not system.holds(rule.system):
         return False
     return not rule.text or system.holds(rule.text) or last.holds(rule.text)
-
-
-# Retries: a retry replaces an attempt only on proof that the attempt's reply was not delivered; otherwise both stay.
-#
-# Two calls are attempts at the same thing if they have the same request (equal digests of equal bodies) below the same parent. A retry
-# header of a later request proves nothing about an earlier reply: of identical parallel requests, one that the engine failed is sent
-# again as a retry while the replies to the others were read. A call with a continuation was delivered, whatever is recorded. Choices of
-# one request (n > 1) are not retries of each other: they started together.
-
-
-REASON = "superseded"
-
-
-def find_superseded(forest: Forest, delivered: Container[str]) -> set[str]:
-    """The ids of calls replaced by a retry; `delivered` has the ids of those whose reply was sent completely."""
-    attempts: dict[tuple[str | None, bytes], list[Call]] = {}
-    for call in forest.in_order():
-        attempts.setdefault((call.node.parent_id, call.digest), []).append(call)
-    lost: set[str] = set()
-    for calls in attempts.values():
-        if len(calls) > 1:
-            lost.update(_lost(forest, calls, delivered))
-    return lost
-
-
-def _lost(forest: Forest, calls: list[Call], delivered: Container[str]) -> Iterable[str]:
-    latest = calls[-1].started_at
-    for call in calls:
-        undelivered = call.call_id not in delivered and not forest.children(call.call_id)
-        if undelivered and call.started_at < latest:
-            yield call.call_id

@@ -23,7 +23,7 @@ from proxy.store.groups import GroupDefaults, Member, PolicyRows
 from proxy.store.keys import StoredValueError
 from proxy.store.run import Outcome, choose_label
 from proxy.store.states import SessionInfo, SessionState
-from reconstruct.accounting import measure_lost_share
+from reconstruct.accounting import measure_lost_share, presume_delivered
 from reconstruct.errors import ReconstructError
 from reconstruct.records import Call
 from reconstruct.trajectory import Trajectory
@@ -164,7 +164,8 @@ async def _finish_close(
     try:
         await services.sessions.begin_close(session_id)
         await services.peers.cut(session_id)
-        state = await services.sessions.close(session_id, status, reward, error, await services.clock.now())
+        presumed = await _presume_delivered(services, session_id)
+        state = await services.sessions.close(session_id, status, reward, error, await services.clock.now(), presumed)
     except NotFound:
         await services.delivery.retract(session_id)
         raise
@@ -172,6 +173,16 @@ async def _finish_close(
     services.pool.release(session_id)
     await fill_group(services, state)
     return state
+
+
+async def _presume_delivered(services: Services, session_id: str) -> set[str]:
+    """The calls that count as delivered though their process died before it could tell."""
+    untold = await services.sessions.load_untold(session_id)
+    lost = {call_id for call_id, process in untold.items() if process != services.peers.process}
+    if not lost:
+        return lost
+    calls, _ = rows.decode_records(await services.sessions.load_records(session_id))
+    return presume_delivered(calls, lost)
 
 
 async def _finish_delete(services: Services, session_id: str) -> None:

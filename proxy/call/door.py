@@ -232,13 +232,13 @@ class Harness:
         answer.fail(error)
 
     async def _deliver(self, exchange: Exchange, turn: Turn, answer: Answer, reply: Reply) -> bool:
-        """Whether all of the reply went out to a harness that was still there."""
+        """Whether all of the reply, cut or not, went out to a harness that was still there."""
         if turn.scope.cancelled:
             await self._afterwork.note_unserved(turn, EngineFailed("the service stopped in the middle of the reply"))
         delivered = await answer.finish(reply)
         if exchange.timeline.step == REPLY:
             self._services.metrics.steps.took(exchange.timeline)
-        return delivered and not turn.scope.cancelled
+        return delivered
 
     async def _parse(self, draft: Draft, parse: Parse, incoming: Incoming) -> Request:
         """Parse with what this process knows of the session, and if that is not enough, once more with what the store knows. New

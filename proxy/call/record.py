@@ -211,13 +211,10 @@ def _quarantine_reason(call: Sampled, sampled: engine.Sampled, frozen: bool) -> 
     """Why the choice is not to be trained, "" where it is."""
     if call.prompt_ids is None or sampled.token_ids is None:
         return NO_TOKEN_IDS
-    if call.outcome.broken is not None and sampled.finish_reason != "abort":
-        # A whole reply that no harness was given: nothing came of it.
-        return "not_answered"
     if call.media and not {*sampled.token_ids}.isdisjoint(call.placeholders):
         # Whoever computes logprobs from pixels would look for an image behind it.
         return "placeholder_sampled"
-    if not _is_shown(call, sampled):
+    if not _is_shown(call, sampled) and call.outcome.broken is None:
         return NOT_CHOSEN
     return FROZEN if frozen else ""
 

@@ -1,7 +1,7 @@
 """What a fork replays: the recorded requests of its origin, in the order of recording, and what one of them makes of a request.
 
-A request that was recorded before the pivot is answered with the replies that it got; the pivot and all others are sampled. Attempts that
-a retry replaced, and replies that broke off before any harness went on from them, are left out: nothing came of them.
+A request that was recorded before the pivot is answered with the replies that it got; the pivot and all others are sampled. Replies that
+no harness got are left out: nothing came of them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from proxy.errors import ReplayDiverged
 from proxy.images import images_in
 from proxy.store.states import Fork
-from reconstruct.accounting import settle
+from reconstruct.accounting import NOT_DELIVERED, settle
 from reconstruct.codec import decode
 from reconstruct.errors import DecodeError
-from reconstruct.records import NOT_CHOSEN, Call, Forest
+from reconstruct.records import NOT_CHOSEN, Call, Forest, request_of
 
 Stored = tuple[bytes, bytes]
 """The digest of a call's record, and the entry of a session's list that holds or names it."""
@@ -84,7 +84,10 @@ class Recording:
         self.pivot: RecordedRequest | None = None
         self._asked: dict[bytes, list[RecordedRequest]] = {}
         self._below: dict[str | None, list[RecordedRequest]] = {}
-        for group in _group_choices(call for call in calls.values() if self._came_to_something(call)):
+        given = (call for call in calls.values() if call.call_id in self.forest)
+        for group in _group_choices(
+            call for call in given if self.refused.get(call.call_id) not in (NOT_DELIVERED, NOT_CHOSEN)
+        ):
             found = any(call.call_id == fork.until for call in group)
             request = RecordedRequest(group, [stored_by_id[call.call_id] for call in group], self.pivot is None and not found)
             self.pivot = request if found else self.pivot
@@ -110,25 +113,16 @@ class Recording:
         roots = (request.first for request in self.below(None))
         return next((root.policy for root in roots if self.find_model(root) == model), None)
 
-    def _came_to_something(self, call: Call) -> bool:
-        if call.call_id not in self.forest or self.refused.get(call.call_id) in ("superseded", NOT_CHOSEN):
-            return False
-        return call.status == "finished" or bool(self.forest.children(call.call_id))
-
 
 def _group_choices(calls: Iterable[Call]) -> list[list[Call]]:
     """The calls of each request: the choices of one are recorded in one step."""
     groups: list[list[Call]] = []
     for call in calls:
-        if groups and _request_of(groups[-1][0]) == _request_of(call):
+        if groups and request_of(groups[-1][0]) == request_of(call):
             groups[-1].append(call)
         else:
             groups.append([call])
     return groups
-
-
-def _request_of(call: Call) -> tuple[object, ...]:
-    return call.node.parent_id, call.fingerprint, call.root_key, call.digest, call.started_at
 
 
 def images_of(call: Call) -> Iterator[str]:

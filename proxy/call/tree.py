@@ -497,7 +497,7 @@ class SessionTrees:
             state = await self._sessions.load(fork.session_id)
             entries = await self._sessions.load_entries(fork.session_id, 0, fork.calls - 1) if fork.calls else []
             records = await self._sessions.resolve(entries)
-            delivered = await self._sessions.load_delivered(fork.session_id)
+            delivered = await self._sessions.load_heard(fork.session_id)
         gone = state is None or state.info.created_at != fork.created_at or len(records) < fork.calls
         if gone or any(map(is_reference, records)):
             raise Conflict(f"the records of session '{fork.session_id}', which are to be replayed, are gone")

@@ -17,7 +17,7 @@ from typing import Any
 from proxy.errors import Conflict, NotFound, StoreUnavailable
 from proxy.store import keys
 from proxy.store.connection import Argument, Script, StoreConnection
-from proxy.store.keys import SCHEMA, pack, pack_versioned, unpack, unpack_versioned
+from proxy.store.keys import SCHEMA, pack, pack_versioned, parse_hash, unpack, unpack_versioned
 from proxy.store.states import Fork, Intent, SessionInfo, SessionListing, SessionState, Unserved, parse_state
 
 _REFERENCE = b"\xc1"
@@ -251,6 +251,20 @@ class SessionStore:
         waiting = self._answers.find_delivered(session_id)
         return waiting | {member.decode() for member in await self._redis.execute("SMEMBERS", keys.delivered(session_id))}
 
+    async def load_untold(self, session_id: str) -> dict[str, str]:
+        """The recorded calls whose reply may still be on its way, and their processes: nothing is known yet of whether it was delivered.
+        None of a closed session."""
+        answering = parse_hash(await self._redis.execute("HGETALL", keys.answering(session_id)))
+        waiting = self._answers.find_known(session_id)
+        named = {call_id.decode(): process.decode() for call_id, process in answering.items()}
+        return {call_id: process for call_id, process in named.items() if call_id not in waiting}
+
+    async def load_heard(self, session_id: str) -> set[str]:
+        """Those that are not known to be undelivered: delivered, or on their way. To be asked after the records: then none of these is
+        missing because its outcome was noted meanwhile."""
+        untold = await self.load_untold(session_id)
+        return untold.keys() | await self.load_delivered(session_id)
+
     async def find_holders(self, session_id: str) -> set[str]:
         """The processes that have calls of the session under way, or have not told what became of their replies."""
         intents = self.load_intents(session_id)
@@ -322,10 +336,17 @@ class SessionStore:
         return _require_state(session_id, await self._run("begin_close", _state_and_calls(session_id), (self._now(),)))
 
     async def close(
-        self, session_id: str, status: str, reward: float | None, error: str | None, closed_at: float
+        self,
+        session_id: str,
+        status: str,
+        reward: float | None,
+        error: str | None,
+        closed_at: float,
+        presumed: Iterable[str] = (),
     ) -> SessionState:
-        """closing -> `status`, frozen. Repeating it is a no-op. Raises `Conflict` when it is frozen with another status."""
-        answers = self._answers.encode(session_id)
+        """closing -> `status`, frozen. `presumed`: calls that count as delivered though nobody told. Repeating it is a no-op. Raises
+        `Conflict` when it is frozen with another status."""
+        answers = [*self._answers.encode(session_id), *(part for call_id in presumed for part in (call_id, "1"))]
         args = (status, _number(reward), error or "", repr(closed_at), *answers)
         parts = (*_state_and_calls(session_id), *_answers_of(session_id))
         outcome, *answer = await self._run("close", parts, args, durable=True)
@@ -402,7 +423,7 @@ def _require_state(session_id: str, snapshot: Any) -> SessionState:
     return state
 
 
-# What became of the replies of recorded calls: delivered or not. A retry replaces an attempt only if it was not delivered.
+# What became of the replies of recorded calls: delivered or not. One that was not delivered is an abandoned attempt.
 #
 # A commit notes in `answering` that its process answers the call. Once the reply went out, or did not, the outcome waits in the process for
 # the session's next write (`begin`, `commit`, `close`), which carries it in the same round trip. What finds none within
@@ -410,13 +431,13 @@ def _require_state(session_id: str, snapshot: Any) -> SessionState:
 #
 # An outcome may be late, because nobody acts on it before it is there:
 #
-# - Which attempt is superseded is decided when rows are built, not when a retry comes: it does not matter which process serves the retry.
-#   Of an open session rows are a view. Here it includes what waits; in other processes it is that much behind.
+# - What is an attempt is decided when rows are built. Of an open session rows are a view, in which what is on its way counts as delivered.
 # - Of a closed session rows count. Whoever closes it asks the processes that `answering` names to end their calls and to write what waits
 #   (`settle`), and waits for them as for calls in flight. A reply that is still on its way then counts as not delivered.
 # - The close empties `answering`, and an outcome is taken only for a call that stands there. So nothing changes the rows of a closed
 #   session, nor those of a later session of the same id.
-# - What waits in a process that is killed is lost: these replies count as not delivered, like one that was on its way.
+# - What waits in a process that is killed is lost. Whoever closes the session presumes it from what the harness did next
+#   (reconstruct.accounting.presume_delivered).
 
 CARRIED_WITHIN_SECONDS = 0.5
 
@@ -455,6 +476,10 @@ class Answers:
     def find_delivered(self, session_id: str) -> set[str]:
         """Of the calls whose outcome waits those whose reply was delivered."""
         return {call_id for call_id, delivered in self._waiting.get(session_id, {}).items() if delivered}
+
+    def find_known(self, session_id: str) -> Container[str]:
+        """The calls whose outcome waits."""
+        return self._waiting.get(session_id, {})
 
     def encode(self, session_id: str) -> Outcomes:
         """What the session's next write is to carry. `forget` follows once it was made."""

@@ -90,7 +90,7 @@ class SessionView:
 Rewards = Mapping[str, Sequence[float]]
 """Of a session's forks, by pivot."""
 
-_Stamp = tuple[SessionState, frozenset[str], tuple[str, ...], frozenset[str], Rewards]
+_Stamp = tuple[SessionState, frozenset[str], frozenset[str], tuple[str, ...], frozenset[str], Rewards]
 
 
 class SessionViews:
@@ -103,8 +103,11 @@ class SessionViews:
     async def load(self, session_id: str) -> SessionView:
         """The session as it is now. Raises NotFound."""
         sessions = self._services.sessions
-        state, delivered, intents = await asyncio.gather(
-            sessions.load(session_id), sessions.load_delivered(session_id), sessions.load_intents(session_id)
+        state, delivered, untold, intents = await asyncio.gather(
+            sessions.load(session_id),
+            sessions.load_delivered(session_id),
+            sessions.load_untold(session_id),
+            sessions.load_intents(session_id),
         )
         if state is None:
             self._cached.pop(session_id, None)
@@ -112,13 +115,15 @@ class SessionViews:
         unclosed = state.status in ("open", "closing")
         in_flight = frozenset(await self._services.peers.in_flight(intents)) if unclosed and intents else frozenset()
         rewards = await self._load_rewards(session_id)
-        stamp = (state, frozenset(delivered), tuple(intent.call_id for intent in intents), in_flight, rewards)
+        known = (frozenset(delivered), frozenset(untold), tuple(intent.call_id for intent in intents))
+        stamp = (state, *known, in_flight, rewards)
         cached = self._cached.get(session_id)
         if cached is not None and cached[0] == stamp:
             self._cached.move_to_end(session_id)
             return cached[1]
         records = await sessions.load_records(session_id)
-        view = await asyncio.to_thread(self._build, state, records, intents, stamp[1], in_flight, rewards)
+        heard = await sessions.load_heard(session_id)
+        view = await asyncio.to_thread(self._build, state, records, intents, stamp[1], heard, in_flight, rewards)
         self._cache(stamp, view)
         return view
 
@@ -139,11 +144,12 @@ class SessionViews:
         records: Sequence[bytes],
         intents: Sequence[Intent],
         delivered: frozenset[str],
+        heard: Container[str],
         in_flight: frozenset[str],
         rewards: Rewards,
     ) -> SessionView:
         left = [intent for intent in intents if intent.call_id not in in_flight]
-        built = build_rows(self._services.settings, state, records, left, delivered)
+        built = build_rows(self._services.settings, state, records, left, heard)
         quarantined = {item.call_id: item.reason for item in built.accounting.quarantined}
         summaries = summarize_calls(built.settled, delivered, quarantined, rewards)
         return SessionView(state, built, delivered, intents, in_flight, quarantined, summaries)

@@ -524,7 +524,7 @@ def test_a_harness_that_goes_away_leaves_an_aborted_call_with_what_was_sampled(
     assert 0 < len(call["completion_ids"]) < 6000
     _, accounting = session.trajectories()
     assert accounting["quarantined"] == [
-        {"call_id": call["call_id"], "tokens": len(call["completion_ids"]), "reason": "aborted"}
+        {"call_id": call["call_id"], "tokens": len(call["completion_ids"]), "reason": "not_delivered"}
     ]
 
 

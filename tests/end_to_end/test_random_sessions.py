@@ -33,7 +33,7 @@ CALLS = 16
 AT_ONCE = 3
 Given = tuple[list[int], Choice]
 """The prompt's ids and what was sampled after them, as the relay saw both."""
-QUARANTINED = {"aborted", "superseded"}
+QUARANTINED = {"not_delivered"}
 
 
 @dataclass(frozen=True)

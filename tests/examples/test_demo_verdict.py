@@ -23,7 +23,7 @@ def session(
 ) -> SessionFacts:
     rows = [{"loss_mask": mask, "weight_versions": spans} for mask, spans in zip(masks, versions, strict=True)]
     sampled = sum(map(sum, masks)) + quarantined
-    held = [{"call_id": "c", "tokens": quarantined, "reason": "aborted"}] if quarantined else []
+    held = [{"call_id": "c", "tokens": quarantined, "reason": "not_delivered"}] if quarantined else []
     accounting = {"sampled_tokens": sampled, "exported_tokens": sum(map(sum, masks)), "quarantined": held}
     return SessionFacts(2, [Stint("engine:1", 0.0, 4.0)], rows, accounting, trained)
 
@@ -43,7 +43,7 @@ def test_sessions_are_added_up() -> None:
     found = verdict()
     assert (found.sessions, found.calls, found.rows, found.rows_per_conversation) == (2, 4, 3, 1.5)
     assert (found.sampled_tokens, found.exported_tokens, found.quarantined_tokens) == (7, 5, 2)
-    assert found.quarantine_reasons == {"aborted": 2}
+    assert found.quarantine_reasons == {"not_delivered": 2}
     assert (found.weight_versions, found.mixed_rows) == ([0, 1, 2, 3, 4, 5], 2)
     assert found.rise == pytest.approx(0.85 - 0.35)
     assert (found.ages, found.idle, found.untrained_tokens) == ({0: 1, 1: 3}, {"engine:1": 0.0}, 0)

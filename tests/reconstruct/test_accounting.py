@@ -103,7 +103,7 @@ def test_a_missing_logprob_quarantines_its_call_alone_and_shifts_nothing() -> No
         ({"logprobs": [-0.5]}, "length_mismatch"),
         ({"logprobs": [-0.5, -0.5, -0.5]}, "length_mismatch"),
         ({"spans": []}, "weight_version_unknown"),
-        ({"fields": {"trainable": False, "quarantine_reason": "superseded"}}, "superseded"),
+        ({"fields": {"trainable": False, "quarantine_reason": "placeholder_sampled"}}, "placeholder_sampled"),
         ({"fields": {"trainable": False}}, "not_trainable"),
     ],
 )
@@ -113,36 +113,34 @@ def test_a_flawed_call_in_mid_path_stays_as_masked_context(changed: dict[str, An
     assert [(row.call_ids, row.loss_mask.tolist()) for row in rows] == [(("c1", "c2", "c3"), [0, 0, 1, 1, 0, 0, 0, 0, 1])]
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
 @pytest.mark.parametrize(
-    ("reason", "at_the_end", "in_the_middle"),
+    ("reason", "complete"),
     [
-        ("superseded", True, False),
-        ("aborted", True, False),
-        ("not_answered", True, False),
-        ("frozen_model", True, True),
-        ("role_side", True, True),
-        ("no_token_ids", False, False),
-        ("missing_logprob", False, False),
+        ("frozen_model", True),
+        ("not_chosen", True),
+        ("role_side", True),
+        ("no_token_ids", False),
+        ("missing_logprob", False),
     ],
 )
 def test_a_session_is_complete_where_what_it_rests_on_is_trained_or_left_out_by_choice(
-    reason: str, at_the_end: bool, in_the_middle: bool
+    reason: str, complete: bool, goes_on: bool
 ) -> None:
-    """An attempt that nothing went on from takes nothing away; the last call is one that something went on to."""
+    """Wherever the call stands: its reply was delivered."""
     if reason == "role_side":
         flaw: dict[str, Any] = {"role": "side"}
     else:
         flaw = {"trainable": False, "quarantine_reason": reason}
-    for goes_on, complete in ((False, at_the_end), (True, in_the_middle)):
-        talk = Talk()
-        talk.say("c1", [1], [2])
-        talk.go_on("c2", "c1", [3], [4], fields=flaw)
-        if goes_on:
-            talk.say("c3", [9], [6], parent="c2")
-        settled = settle(talk.calls, train_roles=("main",))
-        accounting = account(settled, merged(settled, RowContext("s")))
-        assert accounting.complete == complete, (goes_on, accounting)
-        assert measure_lost_share(settled, accounting) == (0 if reason in ("frozen_model", "role_side") else 1 / (2 + goes_on))
+    talk = Talk()
+    talk.say("c1", [1], [2])
+    talk.go_on("c2", "c1", [3], [4], fields=flaw)
+    if goes_on:
+        talk.say("c3", [9], [6], parent="c2")
+    settled = settle(talk.calls, train_roles=("main",))
+    accounting = account(settled, merged(settled, RowContext("s")))
+    assert accounting.complete == complete, accounting
+    assert measure_lost_share(settled, accounting) == (0 if complete else 1 / (2 + goes_on))
 
 
 def test_a_negative_id_quarantines_every_call_that_was_sampled_after_it() -> None:
@@ -165,33 +163,6 @@ def test_a_negative_id_quarantines_every_call_that_was_sampled_after_it() -> Non
     ]
     assert [row.call_ids for row in rows] == [("c1", "c4")]
     assert all((row.token_ids >= 0).all() for row in rows)
-
-
-def test_an_aborted_call_that_nobody_continued_is_quarantined() -> None:
-    talk = Talk()
-    talk.say("c1", [1, 2], [3, 4])
-    talk.go_on("c2", "c1", [5], [6], fields={"finish_reason": "abort"})
-    _, rows, accounting = built(talk.calls)
-    assert accounting == Accounting(3, 2, (Quarantined("c2", 1, "aborted"),))
-    assert [row.token_ids.tolist() for row in rows] == [[1, 2, 3, 4]]
-
-
-def test_an_aborted_call_that_was_continued_is_trained() -> None:
-    """The harness took what had been said for the reply: the later tokens were sampled after it."""
-    _, rows, accounting = built(three_turns(fields={"finish_reason": "abort"}))
-    assert accounting == Accounting(5, 5, ())
-    assert rows[0].loss_mask.tolist() == [0, 0, 1, 1, 0, 1, 1, 0, 1]
-
-
-def test_an_aborted_call_whose_child_was_rendered_afresh_is_quarantined() -> None:
-    """
-    c1  1 2 | 3 4   cut
-    c2  1 2   9 | 5 its child, but not after its tokens
-    """
-    talk = Talk()
-    talk.say("c1", [1, 2], [3, 4], fields={"finish_reason": "abort"})
-    talk.say("c2", [1, 2, 9], [5], parent="c1")
-    assert quarantined(talk.calls) == {"c1": "aborted"}
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
@@ -359,7 +330,7 @@ def test_a_row_that_trains_a_quarantined_call_is_refused() -> None:
 
 def test_numbers_that_do_not_add_up_are_refused() -> None:
     with pytest.raises(ReconstructError, match="5 tokens were sampled, but 3 are exported and 1 quarantined"):
-        check(Accounting(5, 3, (Quarantined("c1", 1, "aborted"),)))
+        check(Accounting(5, 3, (Quarantined("c1", 1, "not_delivered"),)))
 
 
 # Forks

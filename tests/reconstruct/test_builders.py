@@ -17,7 +17,7 @@ from reconstruct.records import Call, Span
 from reconstruct.trajectory import Accounting, Quarantined, Trajectory
 from tests.support.sessions.calls import Talk, call
 
-SUPERSEDED: dict[str, Any] = {"trainable": False, "quarantine_reason": "superseded"}
+REFUSED: dict[str, Any] = {"trainable": False, "quarantine_reason": "placeholder_sampled"}
 
 
 def rows_of(
@@ -107,10 +107,10 @@ def test_a_row_ends_as_its_last_call_did() -> None:
 
 
 def test_a_retried_first_turn_loses_nothing_afterwards() -> None:
-    """The reply c1 never arrived; the harness asked again and went on from c2. c1 is quarantined where it is proven superseded,
-    and trained as a row of its own where it is not."""
+    """The reply c1 never arrived; the harness asked again and went on from c2. c1 is quarantined where its record
+    says so, and trained as a row of its own where it does not."""
     for fields, rows in (
-        (SUPERSEDED, ["c2 c3: 1 2 [4] 5 [6]"]),
+        (REFUSED, ["c2 c3: 1 2 [4] 5 [6]"]),
         ({}, ["c1: 1 2 [3]", "c2 c3: 1 2 [4] 5 [6]"]),
     ):
         talk = Talk()
@@ -120,27 +120,27 @@ def test_a_retried_first_turn_loses_nothing_afterwards() -> None:
         assert pictured(rows_of(talk.calls)) == rows
 
 
-def test_an_attempt_abandoned_in_mid_session_is_untrained_with_its_reason() -> None:
+def test_a_refused_call_in_mid_session_is_untrained_with_its_reason() -> None:
     """
     c1  1 | 2
-    c2  1   2 3 | 4      superseded by c3
+    c2  1   2 3 | 4      refused
     c3  1   2 3 | 5
     c4  1   2 3   5 6 | 7
     """
     talk = Talk()
     talk.say("c1", [1], [2])
-    talk.go_on("c2", "c1", [3], [4], fields=SUPERSEDED)
+    talk.go_on("c2", "c1", [3], [4], fields=REFUSED)
     talk.go_on("c3", "c1", [3], [5])
     talk.go_on("c4", "c3", [6], [7])
     assert pictured(rows_of(talk.calls)) == ["c1 c3 c4: 1 [2] 3 [5] 6 [7]"]
-    assert accounted(talk.calls) == Accounting(4, 3, (Quarantined("c2", 1, "superseded"),))
+    assert accounted(talk.calls) == Accounting(4, 3, (Quarantined("c2", 1, "placeholder_sampled"),), complete=False)
 
 
-def test_a_superseded_attempt_that_was_continued_is_context_of_what_followed() -> None:
+def test_a_refused_call_that_was_continued_is_context_of_what_followed() -> None:
     """c2 is refused, but c3 was sampled after its tokens: they stay in the row, masked, and c1 is trained once."""
     talk = Talk()
     talk.say("c1", [1], [2])
-    talk.go_on("c2", "c1", [3], [4], fields=SUPERSEDED)
+    talk.go_on("c2", "c1", [3], [4], fields=REFUSED)
     talk.go_on("c3", "c2", [5], [6])
     assert pictured(rows_of(talk.calls)) == ["c1 c2 c3: 1 [2] 3 4 5 [6]"]
 
@@ -150,7 +150,7 @@ def test_a_branch_whose_end_is_refused_still_trains_its_beginning() -> None:
     talk = Talk()
     talk.say("c1", [1], [2])
     talk.go_on("c2", "c1", [3], [4])
-    talk.go_on("c3", "c2", [5], [6], fields=SUPERSEDED)
+    talk.go_on("c3", "c2", [5], [6], fields=REFUSED)
     assert pictured(rows_of(talk.calls)) == ["c1 c2: 1 [2] 3 [4]"]
 
 
@@ -316,7 +316,7 @@ def test_a_call_of_a_role_that_is_not_trained_stays_as_context_where_the_work_we
 def test_per_call_gives_one_row_per_trainable_call() -> None:
     talk = Talk()
     talk.say("c1", [1], [2])
-    talk.go_on("c2", "c1", [3], [4], fields=SUPERSEDED)
+    talk.go_on("c2", "c1", [3], [4], fields=REFUSED)
     talk.go_on("c3", "c2", [5], [6, 7])
     talk.go_on("c4", "c3", [8], [])
     assert pictured(rows_of(talk.calls, per_call)) == ["c1: 1 [2]", "c3: 1 2 3 4 5 [6] [7]"]

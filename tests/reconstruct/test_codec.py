@@ -67,7 +67,7 @@ GOLDEN_CALL = Call(
     engine_seconds=0.75,
     own_seconds=0.001953125,
     trainable=False,
-    quarantine_reason="superseded",
+    quarantine_reason="placeholder_sampled",
     marks={"retry": "2"},
     role_source="declared",
 )

@@ -30,7 +30,7 @@ from tests.support.sessions.tree_oracle import Oracle, Row, Told
 CONTEXT = RowContext("s", reward=1.0)
 
 tokens = st.integers(0, 3)
-FLAWS = ("superseded", "no_token_ids", "missing_logprob", "weight_version_unknown", "length_mismatch")
+FLAWS = ("placeholder_sampled", "no_token_ids", "missing_logprob", "weight_version_unknown", "length_mismatch")
 TRAINED = frozenset({"main", "subagent"})
 UNTRAINED = frozenset({"compaction", "side"})
 FEWER = settings(max_examples=50)
@@ -254,31 +254,6 @@ def test_the_result_does_not_depend_on_the_order_of_arrival_nor_on_the_way_throu
     shuffled = [decode(encode(call)) for call in drawn.records]
     random.shuffle(shuffled)
     assert outcome(*built([*shuffled, *shuffled[:2]], builder)[1:]) == expected
-
-
-@FEWER
-@given(sessions(), st.data(), st.sampled_from([merged, per_call]))
-def test_superseded_attempts_are_accounted_for_in_any_order(drawn: Drawn, data: st.DataObject, builder: Builder) -> None:
-    """Every call has the same digest here, so that any two below one parent are attempts at the same."""
-    records = drawn.records
-    delivered = {call.call_id for call in records if data.draw(st.booleans())}
-    shuffled = data.draw(st.permutations(records))
-    expected, found = (
-        (rows, account(settled, rows), settled.refused)
-        for settled in (settle(calls, delivered=delivered) for calls in (records, shuffled))
-        for rows in [builder(settled, CONTEXT)]
-    )
-    assert outcome(*found[:2]) == outcome(*expected[:2])
-    assert expected[1].sampled_tokens == drawn.oracle.sampled()
-    assert all(
-        call_id not in delivered
-        for call_id, reason in expected[2].items()
-        if reason == "superseded" and not flawed(drawn, call_id)
-    )
-
-
-def flawed(drawn: Drawn, call_id: str) -> bool:
-    return any(item.flaw for item in drawn.told if item.call_id == call_id)
 
 
 @FEWER

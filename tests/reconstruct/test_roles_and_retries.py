@@ -5,7 +5,6 @@ Where it counts through the real service and a real Redis, with the openai SDK a
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import string
@@ -25,8 +24,7 @@ from pydantic import ValidationError
 
 from proxy.settings import Settings
 from proxy.store.sessions import SessionStore
-from reconstruct.records import Call, Forest
-from reconstruct.roles import LABELS, Marks, RoleRule, find_purpose, find_superseded, infer_side_calls, lower_case
+from reconstruct.roles import LABELS, Marks, RoleRule, find_purpose, infer_side_calls, lower_case
 from tests.support.engine.scripted_engine import Fail, Generation, Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running
 from tests.support.service.redis_server import RedisServer
@@ -465,64 +463,6 @@ def test_a_summary_made_in_place_is_context_of_what_follows_and_not_trained(
     assert reasons(session) == {summary["call_id"]: "role_compaction"}
 
 
-# Retries: the proof itself
-
-
-def attempt(call_id: str, parent: str | None = None, *, retry: str = "", digest: bytes = b"body", **fields: Any) -> Call:
-    """A call that said one token; it started at the second its id ends in."""
-    marks = {"retry": retry} if retry else {}
-    return call(call_id, parent=parent, delta=[1], said=[2], fields={"digest": digest, "marks": marks, **fields})
-
-
-EVERYTHING = {"c1", "c2", "c3", "c4"}
-
-
-def test_an_attempt_whose_reply_never_arrived_is_superseded_by_the_one_after_it() -> None:
-    assert find_superseded(Forest([attempt("c1"), attempt("c2")]), {"c2"}) == {"c1"}
-
-
-def test_no_mark_of_a_later_request_supersedes_a_reply_that_went_out_whole() -> None:
-    """The old bug: of identical requests at once one failed and came again with its mark, and the replies that the harness had
-    read were thrown away."""
-    forest = Forest([attempt("c1"), attempt("c2", retry="1"), attempt("c3", retry="2")])
-    assert find_superseded(forest, EVERYTHING) == set()
-    assert find_superseded(forest, {"c1", "c3"}) == {"c2"}
-
-
-def test_equal_requests_are_both_kept_without_proof() -> None:
-    assert find_superseded(Forest([attempt("c1"), attempt("c2"), attempt("c3")]), EVERYTHING) == set()
-
-
-def test_the_last_attempt_stands_though_nothing_of_it_arrived() -> None:
-    assert find_superseded(Forest([attempt("c1"), attempt("c2", retry="1")]), set()) == {"c1"}
-    assert find_superseded(Forest([attempt("c1")]), set()) == set()
-
-
-def test_a_call_that_something_continues_is_never_superseded() -> None:
-    forest = Forest([attempt("c1"), attempt("c2", retry="1"), attempt("c3", "c1", digest=b"next")])
-    assert find_superseded(forest, set()) == set()
-
-
-@pytest.mark.parametrize("other", [{"digest": b"another body"}, {"parent": "c0"}], ids=["body", "parent"])
-def test_only_the_same_request_in_the_same_place_is_a_retry(other: dict[str, Any]) -> None:
-    root = attempt("c0", digest=b"root")
-    assert find_superseded(Forest([root, attempt("c1"), attempt("c2", retry="1", **other)]), {"c0", "c2"}) == set()
-
-
-def test_choices_of_one_request_are_not_retries_of_each_other() -> None:
-    """Two choices undelivered, asked again for two: both of the first are superseded, both of the second stay."""
-    started = {"c1": 1.0, "c2": 1.0, "c3": 3.0, "c4": 3.0}
-    calls = [attempt(name, started_at=at) for name, at in started.items()]
-    assert find_superseded(Forest(calls[:2]), set()) == set()
-    assert find_superseded(Forest(calls), {"c3", "c4"}) == {"c1", "c2"}
-
-
-def test_what_is_superseded_does_not_depend_on_the_order_of_arrival() -> None:
-    calls = [attempt("c1"), attempt("c2", retry="1"), attempt("c3", digest=b"other"), attempt("c4", digest=b"other")]
-    for order in itertools.permutations(calls):
-        assert find_superseded(Forest(order), {"c2", "c4"}) == {"c1", "c3"}
-
-
 # Retries, through the service
 
 
@@ -587,7 +527,7 @@ def test_a_call_the_sdk_gave_up_waiting_for_and_sent_again_is_in_the_quarantine(
         ("finished", first["call_id"]),
     ]
     assert last["parent_id"] == attempts[1]["call_id"]
-    assert reasons(session) == {attempts[0]["call_id"]: "aborted"}
+    assert reasons(session) == {attempts[0]["call_id"]: "not_delivered"}
     (row,), _ = session.trajectories()
     assert row["call_ids"] == [first["call_id"], attempts[1]["call_id"], last["call_id"]]
 
@@ -635,34 +575,25 @@ def undelivered(redis_server: RedisServer, engine: ScriptedEngine, monkeypatch: 
     return ask
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_finished_reply_that_never_arrived_is_superseded_by_the_same_request(
-    engine: ScriptedEngine, service: RunningService, undelivered: Undelivered, stream: bool
+@pytest.mark.parametrize("again", [{}, {"stream": True}, {"temperature": 0.5}, {"messages": asked("q again")}], ids=str)
+def test_a_finished_reply_that_never_arrived_is_an_attempt_whatever_is_asked_next(
+    engine: ScriptedEngine, service: RunningService, undelivered: Undelivered, again: dict[str, Any]
 ) -> None:
+    """The old bug: it was trained with the session's reward where the next body differed in anything, `stream` included."""
     session = service.session()
-    body = {"messages": asked("q"), "stream": stream}
+    body = {"messages": asked("q"), "stream": False}
     undelivered(session, body)
     wait_until(lambda: len(session.calls) == 1 and session.calls[0]["status"] == "finished", 120, "it is recorded")
     (lost,) = session.calls
     assert not lost["delivered"]
-    assert reasons(session) == {}, "the only attempt there is stays"
-    assert post(session, body).status_code == 200
+    assert reasons(session) == {lost["call_id"]: "not_delivered"}, "also as the only attempt there is"
+    assert post(session, {**body, **again}).status_code == 200
     wait_until(lambda: session.calls[-1]["delivered"], 120, "the delivery is noted")
-    _, again = session.calls
-    assert reasons(session) == {lost["call_id"]: "superseded"}
-    assert trained(session) == {again["call_id"]}
-
-
-def test_an_undelivered_reply_is_not_superseded_by_another_request(
-    engine: ScriptedEngine, service: RunningService, undelivered: Undelivered
-) -> None:
-    session = service.session()
-    undelivered(session, {"messages": asked("q")})
-    assert post(session, {"messages": asked("q"), "temperature": 0.5}).status_code == 200
-    assert post(session, {"messages": asked("q again")}).status_code == 200
-    wait_until(lambda: len(session.calls) == 3, 120, "everything is recorded")
-    assert reasons(session) == {}
-    assert len(trained(session)) == 3
+    _, read = session.calls
+    assert reasons(session) == {lost["call_id"]: "not_delivered"}
+    assert trained(session) == {read["call_id"]}
+    session.close(reward=1.0)
+    assert session.trajectories()[1]["complete"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -562,7 +562,7 @@ def test_a_harness_that_goes_away_ends_the_engine_and_leaves_what_was_sampled(
     assert len(call["completion_ids"]) == 3
     engine.wait_for(lambda: engine.last.aborted or engine.last.disconnected)
     _, accounting = session.trajectories()
-    assert accounting["quarantined"] == [{"call_id": call["call_id"], "tokens": 3, "reason": "aborted"}]
+    assert accounting["quarantined"] == [{"call_id": call["call_id"], "tokens": 3, "reason": "not_delivered"}]
     gate.set()
 
 
@@ -836,6 +836,10 @@ def test_a_push_that_aborts_cuts_replies_and_records_what_was_sampled(own_redis_
         assert (choice.message.content, choice.finish_reason) == ("hello world", "length")
         (call,) = session.calls
         assert (call["finish_reason"], call["weight_versions"]) == ("abort", [[0, 0, 2]])
+        session.close(reward=1.0)
+        (row,), accounting = session.trajectories()
+        assert (row["truncated"], sum(row["loss_mask"])) == (True, 2), "the agent acted on it"
+        assert (accounting["quarantined"], accounting["complete"]) == ([], True)
 
 
 # Arguments filled in with the defaults of their schema

@@ -18,7 +18,7 @@ import httpx
 import pytest
 from openai import APIError, OpenAI
 
-from proxy.api.closing import close_idle, close_session, delete_session
+from proxy.api.closing import close_idle, close_session, delete_session, load_session
 from proxy.app import build_services
 from proxy.call import peers
 from proxy.errors import Conflict, RequestError
@@ -32,6 +32,7 @@ from proxy.store.sessions import SessionStore
 from proxy.store.states import Fork, Intent, SessionInfo, SessionState
 from proxy.timeline import CancelScope
 from reconstruct.codec import decode, encode
+from tests.proxy.call.test_delivered import OWN
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisKind, RedisServer, running_redis
@@ -51,7 +52,10 @@ def engine() -> Iterator[ScriptedEngine]:
 @pytest.fixture(scope="module")
 def both(redis_kind: RedisKind, engine: ScriptedEngine) -> Iterator[tuple[RunningService, RunningService]]:
     redis_kind.flushall()
-    with RunningService(engine.url, redis_kind.url) as first, RunningService(engine.url, redis_kind.url) as second:
+    with (
+        RunningService(engine.url, redis_kind.url, protocol=OWN) as first,
+        RunningService(engine.url, redis_kind.url, protocol=OWN) as second,
+    ):
         yield first, second
 
 
@@ -109,9 +113,9 @@ def test_a_close_in_one_process_cuts_and_records_the_call_in_another(
         assert answer.result() == "hello world"
     (call,) = shown(there, session)["calls"]
     assert (call["finish_reason"], call["status"], len(call["completion_ids"])) == ("abort", "aborted", 2)
+    assert call["delivered"]
     accounting = shown(there, session, "trajectories")["accounting"]
-    assert accounting["sampled_tokens"] == 2
-    assert [(item["tokens"], item["reason"]) for item in accounting["quarantined"]] == [(2, "aborted")]
+    assert (accounting["sampled_tokens"], accounting["exported_tokens"]) == (2, 2), "the harness was given them"
 
 
 def test_a_delete_in_one_process_ends_the_call_in_another_and_leaves_no_key(
@@ -299,7 +303,7 @@ async def test_a_close_waits_no_longer_than_it_may_for_a_process_that_does_not_e
 async def test_a_close_in_another_process_counts_every_reply_that_was_delivered(
     own: Services, redis_kind: RedisKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """c0 and c1 are equal requests. Were the outcome of c0 missing, c1 would pass for its retry."""
+    """c0 and c1 are equal requests. Were the outcome of one missing, it would pass for an attempt."""
     monkeypatch.setattr("proxy.store.sessions.CARRIED_WITHIN_SECONDS", 3600.0)
     await opened(own)
     async with process(redis_kind.url) as other:
@@ -335,6 +339,35 @@ async def test_a_close_does_not_wait_for_a_process_that_is_dead(own: Services, r
     closing_it = await closing_waits(own)
     clock.now = peers.DEAD_SECONDS
     await asyncio.wait_for(closing_it, 60)
+
+
+@pytest.mark.parametrize("asked_again", [False, True])
+async def test_the_last_reply_of_a_process_that_died_counts_as_delivered_unless_it_was_asked_for_again(
+    own: Services, redis_kind: RedisKind, clock: Clock, asked_again: bool
+) -> None:
+    """It died with c0 recorded and could not tell whether the harness got it. c1, in this process, asks the same or something else."""
+    await opened(own)
+    connection = StoreConnection.to(Settings(), redis_kind.url)
+    dead = SessionStore(connection, "dead")
+    first = decode(record("c0", "s", prompt=[1], sampled=[2]))
+    await dead.begin("s", 0, intent("c0"))
+    await dead.commit("s", "c0", {"c0": encode(first)})
+    await connection.close()
+    second = replace(decode(record("c1", "s", prompt=[1], sampled=[3, 4])), started_at=9.0)
+    if asked_again:
+        second = replace(second, fingerprint=first.fingerprint, root_key=first.root_key)
+    await own.sessions.begin("s", 1, intent("c1"))
+    await own.sessions.commit("s", "c1", {"c1": encode(second)})
+    own.sessions.note_answered("s", ["c1"], delivered=True)
+    open_rows = await session_rows(own, await load_session(own, "s"))
+    assert open_rows.accounting.exported_tokens == 3, "what may be on its way counts as delivered"
+    closing_it = await closing_waits(own)
+    clock.now = peers.DEAD_SECONDS
+    state = await asyncio.wait_for(closing_it, 60)
+    accounting = (await session_rows(own, state)).accounting
+    lost = [("c0", 1, "not_delivered")] if asked_again else []
+    assert [(item.call_id, item.tokens, item.reason) for item in accounting.quarantined] == lost
+    assert (accounting.exported_tokens, accounting.complete) == (2 if asked_again else 3, True)
 
 
 async def test_a_process_that_seems_dead_only_because_its_store_was_away_is_waited_for(

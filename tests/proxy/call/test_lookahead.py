@@ -254,8 +254,8 @@ def test_a_chooser_that_fails_fails_the_call_and_the_candidates_are_accounted_fo
     assert calls[2]["reply"]["content"] == said["content"]
     reasons = {item["call_id"]: item["reason"] for item in session.trajectories()[1]["quarantined"]}
     assert reasons == {
-        calls[0]["call_id"]: "not_answered",
-        calls[1]["call_id"]: "not_answered",
+        calls[0]["call_id"]: "not_delivered",
+        calls[1]["call_id"]: "not_delivered",
         calls[3]["call_id"]: "not_chosen",
     }
     session.close(reward=1.0)

@@ -163,7 +163,7 @@ def _check_accounting(kept: Mapping[str, Kept], checked: Checked) -> None:
             if call["status"] == "dangling":
                 assert refused[call["call_id"]]["reason"] == "dangling", f"call {call['call_id']} is not quarantined"
             elif call["status"] == "failed" and call["finish_reason"] != "abort":
-                assert refused[call["call_id"]]["reason"] == "not_answered", (
+                assert refused[call["call_id"]]["reason"] == "not_delivered", (
                     f"call {call['call_id']} was told to nobody: {call}"
                 )
                 assert not call["delivered"], f"call {call['call_id']} failed, and was told: {call}"

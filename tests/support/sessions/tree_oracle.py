@@ -116,17 +116,11 @@ class Oracle:
         return homeless
 
     def _reason(self, item: Told) -> str:
-        if item.flaw in ("superseded", "no_token_ids"):
+        if item.flaw in ("placeholder_sampled", "no_token_ids"):
             return item.flaw
         if any(logprob is None for logprob in item.logprobs):
             return "missing_logprob"
-        if item.flaw:
-            return item.flaw
-        continued = any(
-            other.parent == item.call_id and other.call_id not in self.homeless and self.extends(other)
-            for other in self.in_order
-        )
-        return "aborted" if item.finish_reason == "abort" and not continued else ""
+        return item.flaw
 
     def _trainable(self, item: Told) -> bool:
         return item.call_id not in self.refused and len(item.said) > 0
