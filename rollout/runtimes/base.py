@@ -9,6 +9,7 @@ tests/rollout/runtimes/test_contract.py holds every kind to these rules:
 - `network="proxy"` reaches the `ProxyAddress` (at the URL that `map_url` returns) and nothing else. "full" reaches what the node
   reaches; a container then has its own network, which includes the proxy at that URL but not the node's loopback device.
 - The node's own environment never reaches a command.
+- No command makes namespaces, mounts, packet sockets or files with the set-user-id or set-group-id bit (`seccomp`).
 - CPU, memory and, where possible, disk are limited to the spec. A command killed for its memory exits with 137.
 - `stop` ends and removes everything. It may be called at any time and repeatedly, and `RuntimeKind.sweep` does the same from another
   process: a killed node leaves nothing behind for good.

@@ -32,9 +32,10 @@ for path in "$@"; do
     shift
     if [ -e "$path" ] || [ -L "$path" ]; then set -- "$@" "$path"; fi
 done
-[ $# = 0 ] || { chmod -R u+rX -- "$@" 2> /dev/null; exec tar -cf - -- "$@"; }
+[ $# = 0 ] || { chmod -R u+rX,ug-s -- "$@" 2> /dev/null; exec tar -cf - -- "$@"; }
 """
-"""One file that its owner may not read would make the whole archive fail: such files are made readable first."""
+"""One file that its owner may not read would make the whole archive fail: such files are made readable first. No command unpacks files with
+the set-user-id or set-group-id bit, so they lose it here."""
 
 
 @dataclass(frozen=True, slots=True)

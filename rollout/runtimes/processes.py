@@ -78,6 +78,13 @@ def read_namespace(pid: int, kind: str) -> str | None:
     return None
 
 
+def has_filter(pid: int) -> bool:
+    """Whether a system call filter holds it."""
+    with suppress(OSError):
+        return "Seccomp:\t2" in Path(f"{_PROC}/{pid}/status").read_text(errors="replace").splitlines()
+    return False
+
+
 def find_output_pipes(pid: int) -> set[str]:
     """The names of the pipes that its stdout and stderr go to."""
     return {name for number in (1, 2) if (name := _read_link(f"{_PROC}/{pid}/fd/{number}")).startswith("pipe:")}

@@ -1,18 +1,23 @@
-"""The system call filter of a sandbox: a seccomp program, as bubblewrap takes it.
+"""The system calls that no command of a runtime makes, in the two forms that runtimes take: a seccomp program (bubblewrap, steps in
+containers) and an OCI profile (container engines, apptainer, clusters). `python -m rollout.runtimes.seccomp` prints the profile.
 
-It refuses the calls that expose more of the kernel to an unprivileged process than programs need: namespaces of its own (in which it would
+Refused are the calls that expose more of the kernel to an unprivileged process than programs need: namespaces of its own (in which it would
 be root and could mount), mounts, keyrings, bpf, perf, userfaultfd, io_uring, modules, clocks, kernel logs; sockets of families whose other
-end is outside the sandbox's network (vsock reaches the machine's host); programs of another architecture; and calls newer than this list.
-The container engines' own filters refuse the same.
+end is outside the sandbox's network (vsock reaches the machine's host, packet sockets all on the wire) and netlink sockets other than those
+that list addresses and routes; files with the set-user-id or set-group-id bit, which would be the node's own user's on the machine;
+programs of another architecture; and, in the program, calls newer than this list.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import platform
 import struct
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 _LOAD, _EQUAL, _GREATER, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
@@ -20,8 +25,21 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 _NEW_NAMESPACES = 0x7E020000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
-_FAMILIES = (1, 2, 10, 16)
-"""AF_UNIX, AF_INET, AF_INET6, AF_NETLINK."""
+_FAMILIES = (1, 2, 10)
+"""AF_UNIX, AF_INET, AF_INET6."""
+_NETLINK, _LAST_FAMILY = 16, 64
+"""AF_NETLINK, of which only the protocol 0 (NETLINK_ROUTE) is allowed; and a number that no family has reached."""
+_SET_ID = 0o6000
+"""S_ISUID and S_ISGID."""
+_CREATES = 0o20000100
+"""O_CREAT and the bit of O_TMPFILE: without either an open has no mode, and its argument may hold anything."""
+_MODES = {"chmod": 1, "fchmod": 1, "fchmodat": 2, "fchmodat2": 2, "mknod": 1, "mknodat": 2, "creat": 1}
+"""Which argument is the mode. (The kernel itself drops both bits of mkdir.)"""
+_OPENS = {"open": 1, "openat": 2}
+"""Which argument holds the flags; the mode follows."""
+_UNREADABLE = ("clone3", "openat2")
+"""What they are asked for is in memory, which a filter cannot read; on ENOSYS libraries fall back to the older call."""
+_OF_SET_ID = {*_MODES, *_OPENS, "openat2"}
 NEWEST = 462
 """The newest call that this list covers (mseal, Linux 6.10)."""
 SEGMENT_BYTES = 1 << 16
@@ -73,9 +91,15 @@ _CALLS = {
     "fsmount": (432, 432),
     "fspick": (433, 433),
     "clone3": (435, 435),
+    "openat2": (437, 437),
     "mount_setattr": (442, 442),
     "quotactl_fd": (443, 443),
     "memfd_secret": (447, 447),
+    "fchmodat2": (452, 452),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "openat": (257, 56),
+    "mknodat": (259, 33),
 }
 """Name -> number on x86-64 and on 64-bit ARM."""
 
@@ -88,8 +112,9 @@ class Machine:
     calls: Mapping[str, int]
 
 
+_OF_X86 = {"iopl": 172, "ioperm": 173, "open": 2, "creat": 85, "chmod": 90, "mknod": 133}
 MACHINES = {
-    "x86_64": Machine(0xC000003E, {**{name: each[0] for name, each in _CALLS.items()}, "iopl": 172, "ioperm": 173}),
+    "x86_64": Machine(0xC000003E, {**{name: each[0] for name, each in _CALLS.items()}, **_OF_X86}),
     "aarch64": Machine(0xC00000B7, {name: each[1] for name, each in _CALLS.items()}),
 }
 
@@ -99,8 +124,9 @@ def find_machine() -> Machine | None:
     return MACHINES.get(platform.machine())
 
 
-def compile_filter(machine: Machine, *, shared_memory: bool) -> bytes:
-    """The filter, in instructions of 8 bytes. `shared_memory`: System V segments may be of any size."""
+def compile_filter(machine: Machine, *, shared_memory: bool, set_id: bool = False) -> bytes:
+    """The filter, in instructions of 8 bytes. `shared_memory`: System V segments may be of any size. `set_id`: files may get the
+    set-user-id and set-group-id bits."""
     words = [
         _instruction(_LOAD, _ARCHITECTURE),
         *_unless(_EQUAL, machine.architecture, [_instruction(_RETURN, _KILL)]),
@@ -108,6 +134,8 @@ def compile_filter(machine: Machine, *, shared_memory: bool) -> bytes:
         *_if(_GREATER, NEWEST, [_refuse(errno.ENOSYS)]),
     ]
     for name, number in machine.calls.items():
+        if set_id and name in _OF_SET_ID:
+            continue
         words += _if(_EQUAL, number, _make_verdict(name, shared_memory))
     return b"".join((*words, _instruction(_RETURN, _ALLOW)))
 
@@ -117,12 +145,18 @@ def _make_verdict(name: str, shared_memory: bool) -> Sequence[bytes]:
     allowed = _instruction(_RETURN, _ALLOW)
     if name == "clone":
         return [_load_argument(0), *_if(_ANY_BIT, _NEW_NAMESPACES, [_refuse(errno.EPERM)]), allowed]
-    if name == "clone3":
-        # Its flags are in memory, which a filter cannot read; on ENOSYS libraries fall back to clone.
+    if name in _UNREADABLE:
         return [_refuse(errno.ENOSYS)]
+    if name in _MODES:
+        return [_load_argument(_MODES[name]), *_if(_ANY_BIT, _SET_ID, [_refuse(errno.EPERM)]), allowed]
+    if name in _OPENS:
+        flags = _OPENS[name]
+        mode = [_load_argument(flags + 1), *_if(_ANY_BIT, _SET_ID, [_refuse(errno.EPERM)])]
+        return [_load_argument(flags), *_if(_ANY_BIT, _CREATES, mode), allowed]
     if name == "socket":
         known = [word for family in _FAMILIES for word in _if(_EQUAL, family, [allowed])]
-        return [_load_argument(0), *known, _refuse(errno.EAFNOSUPPORT)]
+        netlink = [_load_argument(2), *_if(_EQUAL, 0, [allowed]), _refuse(errno.EPROTONOSUPPORT)]
+        return [_load_argument(0), *known, *_if(_EQUAL, _NETLINK, netlink), _refuse(errno.EAFNOSUPPORT)]
     if name == "shmget":
         too_large = [_refuse(errno.ENOMEM)]
         bounded = [
@@ -133,6 +167,43 @@ def _make_verdict(name: str, shared_memory: bool) -> Sequence[bytes]:
         ]
         return [allowed] if shared_memory else [*bounded, allowed]
     return [_refuse(errno.EPERM)]
+
+
+def render_profile(*, clone3: bool = False, set_id: bool = False) -> str:
+    """The same as an OCI profile (JSON), for any machine: engines know the numbers of calls by their names. It does not refuse calls newer
+    than the list, which an engine may not know by name, and leaves shared memory to the engine's limits. `set_id` as in `compile_filter`.
+    `clone3`: that call is allowed, for an engine that answers EPERM whatever a rule says, on which no library falls back; namespaces must
+    then be forbidden by other means."""
+    unreadable = {*_UNREADABLE} - ({"clone3"} if clone3 else set()) - (_OF_SET_ID if set_id else set())
+    names = {*_CALLS, *_OF_X86}
+    conditional = {"clone", "socket", "shmget", *_MODES, *_OPENS}
+    rules = [_rule(sorted(names - conditional - {*_UNREADABLE}), errno.EPERM), _rule(sorted(unreadable), errno.ENOSYS)]
+    rules += [_rule(["clone"], errno.EPERM, _bit(0, bit)) for bit in _split(_NEW_NAMESPACES)]
+    for bit in () if set_id else _split(_SET_ID):
+        rules += [_rule([name], errno.EPERM, _bit(mode, bit)) for name, mode in _MODES.items()]
+        for name, flags in _OPENS.items():
+            rules += [_rule([name], errno.EPERM, _bit(flags, creates), _bit(flags + 1, bit)) for creates in _split(_CREATES)]
+    others = [each for each in range(_LAST_FAMILY) if each not in (*_FAMILIES, _NETLINK)]
+    rules += [_rule(["socket"], errno.EAFNOSUPPORT, _compare(0, each, "EQ")) for each in others]
+    rules.append(_rule(["socket"], errno.EAFNOSUPPORT, _compare(0, _LAST_FAMILY, "GE")))
+    rules.append(_rule(["socket"], errno.EPROTONOSUPPORT, _compare(0, _NETLINK, "EQ"), _compare(2, 0, "NE")))
+    return json.dumps({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": rules}, indent=1)
+
+
+def _rule(names: Sequence[str], number: int, *conditions: Mapping[str, Any]) -> dict[str, Any]:
+    return {"names": list(names), "action": "SCMP_ACT_ERRNO", "errnoRet": number, "args": list(conditions)}
+
+
+def _bit(index: int, bit: int) -> dict[str, Any]:
+    return {"index": index, "value": bit, "valueTwo": bit, "op": "SCMP_CMP_MASKED_EQ"}
+
+
+def _compare(index: int, value: int, how: str) -> dict[str, Any]:
+    return {"index": index, "value": value, "op": f"SCMP_CMP_{how}"}
+
+
+def _split(bits: int) -> list[int]:
+    return [1 << each for each in range(bits.bit_length()) if bits >> each & 1]
 
 
 def _load_argument(index: int, *, high: bool = False) -> bytes:
@@ -155,3 +226,7 @@ def _unless(test: int, value: int, then: Sequence[bytes]) -> list[bytes]:
 def _instruction(code: int, value: int, *, met: int = 0, otherwise: int = 0) -> bytes:
     """`met` and `otherwise` are the numbers of following instructions to skip (`struct sock_filter`)."""
     return struct.pack("HBBI", code, met, otherwise, value)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render_profile() + "\n")

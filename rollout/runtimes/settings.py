@@ -79,8 +79,11 @@ class RuntimeSettings:
     """Holds a folder per container, for what the node passes into it."""
     container_user: int = 0
     """Number of the user that commands run as unless the task names one."""
-    container_network: str = "bridge"
-    """The engine's network for runtimes and steps with the whole network. host: the node's own."""
+    container_network: str | None = None
+    """The engine's network for runtimes and steps with the whole network, in which they reach each other. host: the node's own. None: the
+    engine makes one for each runtime."""
+    container_set_id: str = "refused"
+    """allowed: commands in containers may make files set-user-id and set-group-id, as packages do that bring such programs."""
     container_flags: tuple[str, ...] = ()
     """Flags of the container engine before its subcommand, as a shell splits them."""
     container_run_flags: tuple[str, ...] = ()
@@ -106,6 +109,8 @@ class RuntimeSettings:
     """Of the pods, for its image pull secrets; they get no token of it. None: the namespace's default."""
     kubernetes_user: int | None = 1000
     """Number of the user that commands run as unless the task names one. None (`image` in the variable): the image's own."""
+    kubernetes_seccomp_profile: str | None = None
+    """The system call filter of pods: a file below the seccomp folder of the cluster's machines. None: the cluster's default filter."""
     kubernetes_pod_fields: PodFields = field(default_factory=PodFields)
     """JSON in the variable. A task may add to the node selector, and to nothing else."""
     kubernetes_network_policy: str = "made"

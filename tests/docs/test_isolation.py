@@ -22,6 +22,7 @@ SHOWN_BY: dict[str, list[str]] = {
         "test_contract.py::test_what_a_command_left_running_ends_with_it",
     ],
     "L4": [
+        "test_contract.py::test_an_agent_that_wants_out_finds_no_call_that_helps",
         "test_seccomp.py::test_a_sandbox_makes_no_namespaces_and_mounts_nothing",
         "test_seccomp.py::test_sockets_are_of_families_that_end_in_the_sandbox",
     ],
@@ -62,6 +63,8 @@ SHOWN_BY: dict[str, list[str]] = {
         "test_contract.py::test_what_a_command_left_running_ends_with_it",
     ],
     "D4": [
+        "test_contract.py::test_an_agent_that_wants_out_finds_no_call_that_helps",
+        "container/test_container_hardening.py::test_an_engine_that_applies_no_filter_starts_nothing",
         "container/test_container_hardening.py::test_root_inside_has_what_installing_packages_takes_and_no_program_gives_more",
         "container/test_container_hardening.py::test_another_user_has_no_capability_and_its_files_are_its_own",
         "container/test_container_entering.py::test_the_nodes_own_interpreter_cannot_be_written_by_what_it_starts",
@@ -74,7 +77,10 @@ SHOWN_BY: dict[str, list[str]] = {
         "container/test_container_entering.py::test_a_step_with_the_network_is_held_to_the_limits_of_the_others",
         "test_contract.py::test_files_that_are_too_large_together_end_their_command",
     ],
-    "D7": ["test_contract.py::test_home_and_workdir_are_there_empty_and_writable_and_nobody_elses"],
+    "D7": [
+        "test_contract.py::test_home_and_workdir_are_there_empty_and_writable_and_nobody_elses",
+        "container/test_container_hardening.py::test_rollouts_with_the_whole_network_do_not_reach_each_other",
+    ],
     "A1": ["container/test_apptainer.py::test_an_instance_sees_nothing_of_the_machine_and_has_its_limits"],
     "A2": [
         "test_contract.py::test_the_proxy_is_reached_and_nothing_else",
@@ -85,6 +91,7 @@ SHOWN_BY: dict[str, list[str]] = {
         "container/test_apptainer.py::test_a_daemon_that_hides_and_holds_the_output_of_its_command_keeps_nobody_waiting",
     ],
     "A4": [
+        "test_contract.py::test_an_agent_that_wants_out_finds_no_call_that_helps",
         "container/test_apptainer.py::test_a_machine_without_it_and_a_node_that_is_root_are_told",
         "container/test_apptainer.py::test_variables_that_are_flags_of_apptainer_do_not_open_an_instance",
     ],
@@ -108,7 +115,8 @@ SHOWN_BY: dict[str, list[str]] = {
     ],
     "K3": ["test_contract.py::test_what_a_command_left_running_ends_with_it"],
     "K4": [
-        "kubernetes/test_kubernetes.py::test_commands_are_a_users_without_capabilities_and_roots_only_where_that_is_asked_for"
+        "test_contract.py::test_an_agent_that_wants_out_finds_no_call_that_helps",
+        "kubernetes/test_kubernetes.py::test_commands_are_a_users_without_capabilities_and_roots_only_where_that_is_asked_for",
     ],
     "K5": [
         "test_contract.py::test_a_command_that_takes_too_much_memory_ends_with_137",

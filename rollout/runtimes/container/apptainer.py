@@ -26,6 +26,7 @@ from rollout.runtimes.container.runtime import INSIDE, ContainerKind, ContainerR
 from rollout.runtimes.local.resources import PIDS
 from rollout.runtimes.passage import render_hosts
 from rollout.runtimes.processes import ContainerProcesses
+from rollout.runtimes.seccomp import render_profile
 from rollout.task import Network, RuntimeSpec
 
 HOME = "/home/agent"
@@ -70,6 +71,9 @@ class Apptainer(Engine):
         """The names of all instances: they have no labels."""
         return [*await self._list_instances()]
 
+    async def list_networks(self, label: str) -> list[str]:
+        return []
+
     async def remove(self, name: str) -> None:
         if name in await self._list_instances():
             await self.call("instance", "stop", "--force", name)
@@ -82,6 +86,31 @@ async def probe_user_namespace() -> str | None:
     return (
         f"instances need user namespaces, and none can be made here: {stderr.decode().strip()}" if process.returncode else None
     )
+
+
+_FORBID = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.setns(os.open(f"/proc/{sys.argv[1]}/ns/user", os.O_RDONLY), 0x10000000) != 0:
+    sys.exit(os.strerror(ctypes.get_errno()))
+for name in os.listdir("/proc/sys/user"):
+    if name.endswith("_namespaces"):
+        with open(f"/proc/sys/user/{name}", "w") as file:
+            file.write("0")
+"""
+"""Enters the user namespace of a process and sets its limits of further namespaces, of every kind, to none."""
+
+
+async def _forbid_namespaces(first: int) -> None:
+    """Keeps the instance of that first process from making namespaces, which its filter cannot: apptainer answers EPERM where a rule says
+    ENOSYS, so `clone3` is allowed. Raises `RuntimeFailed`."""
+    words = [sys.executable, "-I", "-S", "-c", _FORBID, str(first)]
+    process = await asyncio.create_subprocess_exec(*words, stderr=asyncio.subprocess.PIPE)
+    _, stderr = await process.communicate()
+    if process.returncode:
+        raise RuntimeFailed(
+            f"further namespaces cannot be forbidden in the instance: {stderr.decode(errors='replace').strip()}"
+        )
 
 
 def probe_limits(user: int, groups: Path = _GROUPS) -> str | None:
@@ -146,17 +175,21 @@ class ApptainerRuntime(ContainerRuntime):
         try:
             for name in ("inside", "home", "work", "scratch", "overlay"):
                 (self._folder / name).mkdir()
+            self._profile.write_text(render_profile(clone3=True))
             (self._folder / "hosts").write_text(render_hosts(self._proxy))
         except OSError as error:
             raise describe_os_error(f"{self._folder} cannot be filled", error) from error
-        words = (*self._make_flags(), self._spec.image or "", self.name)
+        words = (*self._make_flags("none"), self._spec.image or "", self.name)
         await engine.call("instance", "start", *words, seconds=PULL_SECONDS)
-        return await engine.find_first_process(self.name)
+        first = await engine.find_first_process(self.name)
+        if first:
+            await _forbid_namespaces(first)
+        return first
 
-    def _make_flags(self) -> list[str]:
+    def _make_flags(self, network: str) -> list[str]:
         spec, folder, settings = self._spec, self._folder, self._kind.settings
         memory = str(spec.memory_mb << 20)
-        words = ["--userns", "--containall", "--cleanenv", "--no-mount", "bind-paths"]
+        words = ["--userns", "--containall", "--cleanenv", "--no-mount", "bind-paths", "--security", f"seccomp:{self._profile}"]
         words += ["--home", f"{folder}/home:{HOME}", "--workdir", f"{folder}/scratch", "--bind", f"{self._passed}:{INSIDE}"]
         words += ["--writable-tmpfs"] if settings.apptainer_writable == "tmpfs" else ["--overlay", f"{folder}/overlay"]
         words += ["--cpus", f"{spec.cpus:g}", "--memory", memory, "--memory-swap", memory, "--pids-limit", str(PIDS)]

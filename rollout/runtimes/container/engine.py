@@ -84,6 +84,23 @@ class Engine:
         """The names of containers with this label, running or not."""
         return (await self.call("ps", "--all", "--filter", f"label={label}", "--format", "{{.Names}}")).split()
 
+    async def create_network(self, name: str, label: str) -> None:
+        """A network that other networks of this kind do not reach. Docker keeps all of its own apart; podman does so only if asked."""
+        is_podman = "podman" in (await self.call("--version")).lower()
+        apart = ("--disable-dns", "--opt", "isolate=true") if is_podman else ()
+        await self.call("network", "create", "--label", f"{label}={name}", *apart, name)
+
+    async def list_networks(self, label: str) -> list[str]:
+        return (await self.call("network", "ls", "--filter", f"label={label}", "--format", "{{.Name}}")).split()
+
+    async def remove_network(self, name: str) -> None:
+        """Raises nothing for a network that does not exist."""
+        try:
+            await self.call("network", "rm", name)
+        except RuntimeFailed as error:
+            if "not found" not in str(error).lower() and "no such network" not in str(error).lower():
+                raise
+
     async def remove(self, name: str) -> None:
         """Raises nothing for a container that does not exist."""
         try:

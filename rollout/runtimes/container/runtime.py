@@ -3,10 +3,11 @@
 The engine runs on the node's machine and the node runs as root: the passage to the proxy and the end of what a command started need access
 to the container's processes. Commands get the image's own variables; the image needs `sh`, `sleep` and what `command_runtime` needs. They
 run as root with the few capabilities that installing packages takes, or as option `user` says: then with no capability, and with a home
-and workdir that the node provides. No program gains privileges, and the engine's own system call filter applies.
+and workdir that the node provides. No program gains privileges, and every process has the system call filter of `seccomp`, in place of the
+engine's own, which leaves namespaces to whoever asks.
 
-The network of `full` is the engine's, not the node's. A single step with `full` gets the network of a second container, in which nothing
-else runs. The proxy is reached through `passage` in either case.
+The network of `full` is one that the engine makes for this runtime alone, not the node's. A single step with `full` gets the network of a
+second container, in which nothing else runs. The proxy is reached through `passage` in either case.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ USERS_HOME = "/home/agent"
 INSIDE = "/run/verbatim"
 LABEL = "verbatim.runtime"
 USER_BESIDE = 65534
+SET_ID = ("refused", "allowed")
+BESIDE = "-n"
+"""What the name of a second container ends in."""
 _ENTER = Path(__file__).with_name("enter.py")
 ROOTS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
 """Capabilities of root inside: to install packages and to unpack files as their owners."""
@@ -98,6 +102,8 @@ class ContainerKind:
     async def probe(self) -> str | None:
         if os.geteuid() != 0:
             return "containers need a node that runs as root"
+        if (set_id := self.settings.container_set_id) not in SET_ID:
+            return f"VERBATIM_CONTAINER_SET_ID cannot be {set_id!r}: choose {' or '.join(SET_ID)}"
         try:
             await self.find_engine()
         except RuntimeFailed as error:
@@ -114,13 +120,18 @@ class ContainerKind:
         return await self._installs.install(await self.find_engine(), spec, install, name, proxy, logs)
 
     async def sweep(self, prefix: str) -> int:
+        """Containers first, then what they held: a name that has any trace left is found again."""
         engine, folder = await self.find_engine(), self.folder
-        names = {each for each in await engine.list_names(LABEL) if each.startswith(prefix)}
-        names |= {each.name for each in folder.iterdir() if each.name.startswith(prefix)} if folder.is_dir() else set()
-        for name in names:
+        containers, networks = await engine.list_names(LABEL), await engine.list_networks(LABEL)
+        folders = [each.name for each in folder.iterdir()] if folder.is_dir() else []
+        names = {each for each in (*containers, *networks, *folders) if each.startswith(prefix)}
+        for name in names.intersection(containers):
             await engine.remove(name)
+        for name in names.intersection(networks):
+            await engine.remove_network(name)
+        for name in names.intersection(folders):
             await asyncio.to_thread(delete_folder, folder / name)
-        return len(names)
+        return len({name.removesuffix(BESIDE) for name in names})
 
 
 class ContainerRuntime(CommandRuntime):
@@ -135,6 +146,8 @@ class ContainerRuntime(CommandRuntime):
         self._beside: int | None = None
         """First process of the second container, whose network a step uses; 0 while it is being made, None if no step has needed it."""
         self._making_beside = asyncio.Lock()
+        self._has_network = False
+        """Whether the engine may have a network of this runtime's name."""
         self._passage: Passage | None = None
         self._written = [self._folder]
         """The folders of the machine that commands write to."""
@@ -149,6 +162,10 @@ class ContainerRuntime(CommandRuntime):
         namespace = processes.read_namespace(first, "pid") if first else None
         if namespace is None or namespace == processes.read_namespace(os.getpid(), "pid"):
             raise RuntimeFailed(f"the container {self.name} has ended, or its processes are not this machine's")
+        if not processes.has_filter(first):
+            raise RuntimeFailed(
+                f"{engine.command[0]} started {self.name} without a system call filter: it must support seccomp"
+            )
         self._processes = ContainerProcesses(first, namespace)
         if (overlay := find_overlay(first)) is not None and not overlay.is_relative_to(self._folder):
             self._written.append(overlay)
@@ -173,12 +190,23 @@ class ContainerRuntime(CommandRuntime):
         if not await engine.has_image(image):
             await engine.pull(image)
         try:
+            self._profile.write_text(seccomp.render_profile(set_id=self._has_set_id))
             for name in ("inside", "home", "work") if self._user else ("inside",):
                 (self._folder / name).mkdir()
                 os.chown(self._folder / name, self._user, self._user)
         except OSError as error:
             raise describe_os_error(f"{self._folder} cannot be filled", error) from error
-        return await self._start_container(engine, self.name, *self._make_flags())
+        network = await self._find_network(engine) if self._spec.network == "full" else "none"
+        return await self._start_container(engine, self.name, *self._make_flags(network))
+
+    async def _find_network(self, engine: Engine) -> str:
+        """The engine's network for whatever has the whole one: the operator's, or this runtime's own."""
+        if (given := self._kind.settings.container_network) is not None:
+            return given
+        if not self._has_network:
+            self._has_network = True
+            await engine.create_network(self.name, LABEL)
+        return self.name
 
     async def _start_container(self, engine: Engine, name: str, *flags: str) -> int:
         """Starts a container of the image; returns its first process. runc sometimes finds its own process gone between making a
@@ -194,10 +222,10 @@ class ContainerRuntime(CommandRuntime):
             await engine.run(*words)
         return await engine.find_first_process(name)
 
-    def _make_flags(self) -> list[str]:
+    def _make_flags(self, network: str) -> list[str]:
         spec, settings = self._spec, self._kind.settings
         memory = f"{spec.memory_mb}m"
-        words = _make_restrictions(self.name, self._user, "none" if spec.network == "proxy" else settings.container_network)
+        words = _make_restrictions(self.name, self._user, network, self._profile)
         words += [] if self._user else [word for name in ROOTS for word in ("--cap-add", name)]
         words += ["--cpus", f"{spec.cpus:g}", "--memory", memory, "--memory-swap", memory, "--pids-limit", str(PIDS)]
         words += ["--volume", f"{self._passed}:{INSIDE}"]
@@ -224,6 +252,15 @@ class ContainerRuntime(CommandRuntime):
     def _is_proxied(self) -> bool:
         """Whether connections in the container go through `passage` to the proxy."""
         return self._spec.network == "proxy" or self._kind.settings.container_network != "host"
+
+    @property
+    def _has_set_id(self) -> bool:
+        return self._kind.settings.container_set_id == "allowed"
+
+    @property
+    def _profile(self) -> Path:
+        """The system call filter as engines read it."""
+        return self._folder / "seccomp.json"
 
     @property
     def _passed(self) -> Path:
@@ -272,20 +309,19 @@ class ContainerRuntime(CommandRuntime):
         if network == "proxy":
             raise RuntimeFailed("a command cannot be kept from the network in a container that has it")
         machine = seccomp.find_machine()
-        calls = seccomp.compile_filter(machine, shared_memory=True).hex() if machine else ""
+        calls = seccomp.compile_filter(machine, shared_memory=True, set_id=self._has_set_id).hex() if machine else ""
         beside = await self._find_process_beside(engine)
         return [sys.executable, "-I", "-S", str(_ENTER), str(within.first), str(beside), str(self._user), calls, mark]
 
     async def _find_process_beside(self, engine: Engine) -> int:
         """A process that has the network of a step."""
-        network = self._kind.settings.container_network
-        if network == "host":
+        if self._kind.settings.container_network == "host":
             return os.getpid()
         async with self._making_beside:
             if not self._beside:
                 # The container may exist even if making it is interrupted: `stop` has to know.
                 self._beside = 0
-                flags = _make_restrictions(self._name_beside, USER_BESIDE, network)
+                flags = _make_restrictions(self._name_beside, USER_BESIDE, await self._find_network(engine), self._profile)
                 flags += ["--memory", "64m", "--pids-limit", "64", *self._kind.settings.container_run_flags]
                 self._beside = await self._start_container(engine, self._name_beside, *flags)
                 if not self._beside:
@@ -301,7 +337,7 @@ class ContainerRuntime(CommandRuntime):
 
     @property
     def _name_beside(self) -> str:
-        return f"{self.name}-n"
+        return f"{self.name}{BESIDE}"
 
     async def _remove(self) -> None:
         if self._passage is not None:
@@ -312,15 +348,19 @@ class ContainerRuntime(CommandRuntime):
                 await self._engine.remove(self._name_beside)
                 self._beside = None
             await self._engine.remove(self.name)
+            if self._has_network:
+                await self._engine.remove_network(self.name)
+                self._has_network = False
             await asyncio.to_thread(delete_folder, self._folder)
 
 
-def _make_restrictions(name: str, user: int, network: str) -> list[str]:
+def _make_restrictions(name: str, user: int, network: str, profile: Path) -> list[str]:
     """Flags of every container: whose it is and what it may not do."""
     words = ["--detach", "--name", name, "--label", f"{LABEL}={name}", "--user", f"{user}:{user}", "--workdir", "/"]
     return [
         *words,
         *("--network", network, "--entrypoint", "/bin/sh", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
+        *("--security-opt", f"seccomp={profile}"),
     ]
 
 

@@ -48,7 +48,8 @@ class ResolvedProxy:
 @dataclass(frozen=True, slots=True)
 class PodSettings:
     """What does not come from the task's spec. `proxy` None: the pod has the whole network. `user` None: the image's own. `owner` must be
-    in the same namespace; the cluster removes the pod when the owner is gone."""
+    in the same namespace; the cluster removes the pod when the owner is gone. `seccomp_profile` is a file of the cluster's machines, None
+    the cluster's default filter."""
 
     proxy: ResolvedProxy | None
     owner: Owner | None
@@ -56,6 +57,7 @@ class PodSettings:
     user: int | None
     deadline_seconds: int
     fields: PodFields
+    seccomp_profile: str | None
 
 
 def make_labels(spec: RuntimeSpec, name: str) -> dict[str, str]:
@@ -75,7 +77,7 @@ def make_manifest(spec: RuntimeSpec, name: str, labels: Mapping[str, str], setti
         "terminationGracePeriodSeconds": 1,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": _make_pod_security(settings.user),
+        "securityContext": _make_pod_security(settings.user, settings.seccomp_profile),
         "containers": [_make_container(spec, settings.user)],
         "volumes": [{"name": _VOLUME, "emptyDir": {}}],
         **(_make_dns(settings.proxy) if settings.proxy is not None else {}),
@@ -112,8 +114,9 @@ def _make_container(spec: RuntimeSpec, user: int | None) -> dict[str, Any]:
     }
 
 
-def _make_pod_security(user: int | None) -> dict[str, Any]:
-    security: dict[str, Any] = {"seccompProfile": {"type": "RuntimeDefault"}}
+def _make_pod_security(user: int | None, profile: str | None) -> dict[str, Any]:
+    own = {"type": "Localhost", "localhostProfile": profile}
+    security: dict[str, Any] = {"seccompProfile": {"type": "RuntimeDefault"} if profile is None else own}
     if user is not None:
         security |= {"runAsNonRoot": user != 0, "runAsUser": user, "runAsGroup": user, "fsGroup": user}
     return security

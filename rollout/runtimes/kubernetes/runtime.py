@@ -124,6 +124,7 @@ class PodRuntime(CommandRuntime):
             service_account=settings.kubernetes_service_account,
             user=self._spec.options.get("user", settings.kubernetes_user),
             deadline_seconds=settings.kubernetes_deadline_seconds,
+            seccomp_profile=settings.kubernetes_seccomp_profile,
             fields=_narrow(settings.kubernetes_pod_fields, _read_node_selector(self._spec)),
         )
         return manifest.make_manifest(self._spec, self.name, labels, pod)

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import tarfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
 import pytest
 import pytest_asyncio
 
-from rollout.runtimes import processes
+from rollout.runtimes import processes, seccomp
 from rollout.runtimes.base import KEPT_BYTES, BadRuntime, DiskFull, Executed, Logs, ProxyAddress, Runtime, RuntimeFailed
 from tests.support.runtimes.runtime_places import (
     ANSWER,
@@ -173,12 +175,13 @@ async def emptied(runtime: Runtime) -> Runtime:
 def place_of(name: str, folder: Path) -> Place:
     from tests.support.runtimes.apptainer_installed import in_real_instances
     from tests.support.runtimes.kube_cluster import in_pods
+    from tests.support.runtimes.kube_server import PROFILE
 
     places: dict[str, Callable[[Path], Place]] = {
         "bwrap": sandboxed,
         "unconfined": unconfined,
         "container": contained,
-        "kubernetes": lambda folder: in_pods(),
+        "kubernetes": lambda folder: in_pods(kubernetes_seccomp_profile=PROFILE),
         "apptainer": in_real_instances,
     }
     return places[name](folder)
@@ -549,6 +552,84 @@ async def test_many_connections_reach_the_proxy_at_once(runtime: Runtime, proxy:
     url = runtime.map_url(f"http://{proxy.host}:{proxy.port}/")
     done = await python(runtime, program, FETCH, urlsplit(url).netloc, "/great")
     assert done.stdout == b"%d" % (40 * len(GREAT))
+
+
+WAY_OUT = """
+import ctypes, json, os, socket, stat, sys
+libc, CALLS = ctypes.CDLL(None), json.loads(sys.argv[1])
+NAMESPACES = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
+MODES = (0o6755, 0o4755, 0o2755, 0o104711)
+CREATE, TEMPORARY, HERE = os.O_CREAT | os.O_WRONLY, os.O_TMPFILE | os.O_WRONLY, -100
+def call(name, *arguments):
+    # A filter may look at the low half of an argument, the kernel ignores the other.
+    arguments = [each if isinstance(each, bytes) else ctypes.c_long(each) for each in arguments]
+    return name in CALLS and libc.syscall(CALLS[name], *arguments) >= 0
+def fork(flags):
+    pid = libc.syscall(CALLS["clone"], ctypes.c_long(flags | 17), *map(ctypes.c_long, (0, 0, 0, 0)))
+    if pid == 0: os._exit(0)
+    if pid > 0: os.waitpid(pid, 0)
+    return pid > 0
+def opens(family, kind, protocol):
+    try: socket.socket(family, kind, protocol).close()
+    except OSError: return False
+    return True
+found = [f"unshare {flag:x}" for flag in NAMESPACES if call("unshare", flag) or call("unshare", flag | 0x10000000)]
+found += [f"clone {flag:x}" for flag in NAMESPACES if fork(flag) or fork(flag | 0x10000000)]
+def fork3(flags):
+    asked = (ctypes.c_uint64 * 11)(flags, 0, 0, 0, 17)
+    pid = libc.syscall(CALLS["clone3"], asked, ctypes.c_long(88))
+    if pid == 0: os._exit(0)
+    if pid > 0: os.waitpid(pid, 0)
+    return pid > 0
+found += [f"clone3 {flag:x}" for flag in NAMESPACES if fork3(flag) or fork3(flag | 0x10000000)]
+found += [name for name in ("mount", "fsopen", "open_tree", "setns", "chroot", "bpf", "keyctl", "io_uring_setup", "userfaultfd")
+          if call(name, b"tmpfs", b"/tmp", b"tmpfs", 0, 0)]
+found += [f"family {each}" for each in range(50) if each not in (1, 2, 10, 16) and any(opens(each, kind, 0) for kind in (1, 2, 3, 5))]
+found += [f"netlink {each}" for each in range(1, 32) if opens(socket.AF_NETLINK, socket.SOCK_RAW, each)]
+number = 0
+for mode in MODES:
+    for high in (0, 1 << 32):
+        for name, words in (("creat", (mode,)), ("open", (CREATE, mode)), ("mknod", (stat.S_IFREG | mode, 0)), ("chmod", (mode,)),
+                            ("openat", (CREATE, mode)), ("mknodat", (stat.S_IFREG | mode, 0)), ("fchmodat", (mode,)),
+                            ("fchmodat2", (mode, 0)), ("openat", (TEMPORARY, mode)), ("fchmod", (mode,))):
+            number += 1
+            path = f"file-{number}".encode()
+            if "chmod" in name: os.close(os.open(path, CREATE, 0o600))
+            words = [each | high for each in words]
+            if name == "fchmod":
+                descriptor = os.open(path, os.O_WRONLY)
+                call(name, descriptor, *words)
+            elif words[0] & 0xffffffff == TEMPORARY:
+                if name in CALLS and (descriptor := libc.syscall(CALLS[name], ctypes.c_long(HERE), b".", *map(ctypes.c_long, words))) >= 0:
+                    os.link(f"/proc/self/fd/{descriptor}", path, follow_symlinks=True)
+            else:
+                call(name, *([HERE, path] if name.endswith(("at", "at2")) else [path]), *words)
+    how = (ctypes.c_uint64 * 3)(CREATE, mode & 0o7777, 0)
+    libc.syscall(CALLS["openat2"], ctypes.c_long(HERE), b"by-openat2-%o" % mode, how, ctypes.c_long(24))
+    os.mkdir(f"folder-{mode:o}", mode)
+found += [f"{each.name} {each.stat().st_mode:o}" for each in os.scandir(".") if each.stat().st_mode & 0o6000]
+os.mkdir("sticky", 0o777), os.chmod("sticky", 0o1777)
+assert stat.S_IMODE(os.stat("sticky").st_mode) == 0o1777
+assert stat.S_IMODE(os.stat(os.open("plain", CREATE, 0o755)).st_mode) and socket.if_nameindex() and opens(16, 3, 0)
+first = [line for line in open("/proc/1/status") if line.startswith("Seccomp:")]
+print(found, first[0].split()[1])
+"""
+
+
+@pytest.mark.parametrize("network", [None, "full"])
+@pytest.mark.parametrize("kind", but("unconfined"))
+async def test_an_agent_that_wants_out_finds_no_call_that_helps(
+    kind: str, network: Any, started: Callable[[str], Awaitable[Started]]
+) -> None:
+    """Under podman it unshared a user namespace and was root in it: it mounted, and had packet sockets. And a file that a sandbox of root
+    made set-user-id was one of the machine's root."""
+    if network == "full" and kind in OF_ONE_NETWORK:
+        network = None
+    machine = seccomp.find_machine()
+    assert machine is not None
+    runtime = (await started(kind)).runtime
+    done = await python(await emptied(runtime), WAY_OUT, json.dumps(dict(machine.calls)), network=network)
+    assert (done.exit_code, done.stdout) == (0, b"[] 2\n"), done
 
 
 async def test_stop_ends_everything_and_may_be_called_again(place: Place, word: str) -> None:

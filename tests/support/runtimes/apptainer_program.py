@@ -16,7 +16,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from tests.support.runtimes.bwrap_words import ENV, entering, view
+from tests.support.runtimes.bwrap_words import ENV, entering, filtered, view
 
 FIRST = """
 import signal, sys
@@ -47,7 +47,18 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     start = instance.add_parser("start", allow_abbrev=False)
     for flag in ("userns", "fakeroot", "containall", "cleanenv", "net", "writable-tmpfs"):
         start.add_argument(f"--{flag}", action="store_true")
-    for option in ("no-mount", "home", "workdir", "overlay", "cpus", "memory", "memory-swap", "pids-limit", "network"):
+    for option in (
+        "no-mount",
+        "security",
+        "home",
+        "workdir",
+        "overlay",
+        "cpus",
+        "memory",
+        "memory-swap",
+        "pids-limit",
+        "network",
+    ):
         start.add_argument(f"--{option}")
     start.add_argument("--bind", action="append", default=[])
     start.add_argument("image")
@@ -65,6 +76,7 @@ async def started(state: Path, told: argparse.Namespace) -> int:
     from rollout.task import RuntimeSpec
     from tests.support.runtimes.bwrap_container import Container
 
+    calls = _find_filter(told.security)
     if (state / told.name).exists():
         return fatal(f"instance {told.name} already exists")
     if told.image.startswith("missing"):
@@ -80,10 +92,12 @@ async def started(state: Path, told: argparse.Namespace) -> int:
     where = find_hierarchies(None)
     limits = Resources(RuntimeSpec(cpus=2.0, memory_mb=int(told.memory) >> 20), told.name, where)
     limits.make()
-    container = Container(lambda: limits.hold(os.getpid()))
-    await container.start(view(binds, network=told.network != "none"), ["python3", "-c", FIRST], stays=True)
+    container = Container(lambda: limits.hold(os.getpid()), before=filtered(calls))
+    await container.start(
+        ["--unshare-user", *view(binds, network=told.network != "none")], ["python3", "-c", FIRST], stays=True
+    )
     groups = [str(each.folder / told.name) for each in where]
-    entry = {"instance": told.name, "pid": container.pid, "img": told.image, "groups": groups}
+    entry = {"instance": told.name, "pid": container.pid, "img": told.image, "groups": groups, "calls": calls.hex()}
     (state / told.name).write_text(json.dumps(entry))
     return 0
 
@@ -98,7 +112,22 @@ def executed(state: Path, told: argparse.Namespace) -> None:
         Path(group, "cgroup.procs").write_text(str(os.getpid()))
     own = {"APPTAINER_NAME": name, "APPTAINER_BIND": "/of/the/node", "SINGULARITY_CONTAINER": "/of/the/node"}
     env = {**ENV, **own, "HOME": "/home/agent", **dict(each.split("=", 1) for each in told.env)}
-    os.execve(shutil.which("nsenter") or "nsenter", [*entering(entry["pid"]), *told.argv], env)
+    os.execve(
+        shutil.which("nsenter") or "nsenter",
+        [*entering(entry["pid"], "--user", "--preserve-credentials"), *filtered(bytes.fromhex(entry["calls"])), *told.argv],
+        env,
+    )
+
+
+def _find_filter(security: str) -> bytes:
+    """The program that holds the same as the profile, which must be the project's own."""
+    from rollout.runtimes import seccomp
+
+    how, _, path = security.partition(":")
+    assert (how, Path(path).read_text()) == ("seccomp", seccomp.render_profile(clone3=True))
+    machine = seccomp.find_machine()
+    assert machine is not None
+    return seccomp.compile_filter(machine, shared_memory=True)
 
 
 async def stopped(state: Path, name: str) -> int:

@@ -19,11 +19,13 @@ LACKING = [name for name in ("bwrap", "nsenter", "setpriv") if shutil.which(name
 
 
 class Container:
-    """`held` is called in every process before it becomes part of the container, which runs as `user`."""
+    """`held` is called in every process before it becomes part of the container, which runs as `user`; `before` are words before each
+    command inside."""
 
-    def __init__(self, held: Callable[[], None] = lambda: None, user: int = 0) -> None:
+    def __init__(self, held: Callable[[], None] = lambda: None, user: int = 0, before: Sequence[str] = ()) -> None:
         self._held = held
         self._user = user
+        self._before = before
         self.process: Process | None = None
         self.pid = 0
 
@@ -39,6 +41,7 @@ class Container:
                 *arguments,
                 "--",
                 *as_user(self._user),
+                *self._before,
                 *argv,
             ]
             self.process = await asyncio.create_subprocess_exec(
@@ -67,6 +70,7 @@ class Container:
         return await asyncio.create_subprocess_exec(
             *entering(self.pid),
             *as_user(self._user),
+            *self._before,
             *argv,
             stdin=PIPE,
             stdout=PIPE,

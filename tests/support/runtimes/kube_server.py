@@ -21,12 +21,14 @@ from typing import Any
 
 from aiohttp import WSMsgType, web
 
+from rollout.runtimes import seccomp
 from rollout.runtimes.local.resources import Resources, find_hierarchies
 from rollout.task import RuntimeSpec
 from tests.support.runtimes.bwrap_container import Container
-from tests.support.runtimes.bwrap_words import view
+from tests.support.runtimes.bwrap_words import filtered, view
 
 PODS = "/api/v1/namespaces/{namespace}/pods"
+PROFILE = "profiles/verbatim.json"
 POLICIES = "/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies"
 
 
@@ -86,7 +88,8 @@ class Machine:
         spec = RuntimeSpec(cpus=2.0, memory_mb=int(amounts["memory"].removesuffix("Mi")))
         limits = Resources(spec, pod["metadata"]["name"], find_hierarchies(None))
         limits.make()
-        container = Container(_holding(limits), pod["spec"]["securityContext"].get("runAsUser", 0))
+        security = pod["spec"]["securityContext"]
+        container = Container(_holding(limits), security.get("runAsUser", 0), _find_filter(security["seccompProfile"]))
         await container.start(view({}, network=True), argv)
         self.containers[pod["metadata"]["uid"]] = container, limits
         await self.tell("MODIFIED", pod, phase="Running")
@@ -97,6 +100,15 @@ class Machine:
         if container is not None and limits is not None:
             await container.stop()
             await limits.remove()
+
+
+def _find_filter(profile: dict[str, str]) -> list[str]:
+    """Words before a command. The machine has one profile, the project's own; its runtime's default is none."""
+    machine = seccomp.find_machine()
+    if profile["type"] == "RuntimeDefault" or machine is None:
+        return []
+    assert profile == {"type": "Localhost", "localhostProfile": PROFILE}
+    return filtered(seccomp.compile_filter(machine, shared_memory=True))
 
 
 def _holding(limits: Resources) -> Callable[[], None]:

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from rollout.runtimes.base import BadRuntime, Install, Logs, Runtime, RuntimeFailed
-from rollout.runtimes.container.runtime import ROOTS, ContainerKind, ContainerRuntime, Engine
+from rollout.runtimes.container.runtime import LABEL, ROOTS, ContainerKind, ContainerRuntime, Engine
 from rollout.runtimes.local.resources import PIDS
 from rollout.runtimes.settings import read_environment
 from rollout.task import RuntimeSpec
@@ -103,8 +103,77 @@ async def test_a_container_beside_is_swept_with_the_runtime(place: Place) -> Non
     apart = Place(place.kind, place.spec)
     async with apart.started() as runtime:
         await out(runtime, "true", network="full")
-        assert await apart.kind.sweep(apart.names) == 2
+        assert await apart.kind.sweep(apart.names) == 1
         assert await apart.kind.sweep(apart.names) == 0
+
+
+SERVES = """
+import socket
+with socket.create_server(("0.0.0.0", 7000)) as server:
+    print("serves", flush=True)
+    while True: server.accept()[0].close()
+"""
+REACHES = """
+import socket, sys
+try: socket.create_connection((sys.argv[1], 7000), float(sys.argv[2])); print("reached")
+except OSError as error: print("not reached")
+"""
+OWN = "import socket; s = socket.socket(type=socket.SOCK_DGRAM); s.connect(('192.0.2.1', 9)); print(s.getsockname()[0])"
+
+
+@pytest.mark.parametrize("network", ["proxy", "full"])
+async def test_rollouts_with_the_whole_network_do_not_reach_each_other(place: Place, tmp_path: Path, network: Any) -> None:
+    """Neither whole rollouts nor single steps of them: all were in the engine's one default network."""
+    apart = Place(place.kind, place.spec)
+    logs = Logs(tmp_path / "out", tmp_path / "err")
+    async with apart.started(network=network) as one, apart.started(network=network) as other:
+        serving = asyncio.ensure_future(python(one, SERVES, logs=logs, network="full"))
+        while not (logs.stdout.exists() and logs.stdout.read_bytes()):
+            assert not serving.done(), serving.result()
+            await asyncio.sleep(0.05)
+        address = (await python(one, OWN, network="full")).stdout.decode().strip()
+        assert (await python(one, REACHES, address, "120", network="full")).stdout == b"reached\n"
+        assert (await python(other, REACHES, address, "3", network="full")).stdout == b"not reached\n"
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+        assert isinstance(apart.kind, ContainerKind)
+        engine = await apart.kind.find_engine()
+        own = [each for each in await engine.list_networks(LABEL) if each.startswith(apart.names)]
+        assert len(own) == 2
+    assert not [each for each in await engine.list_networks(LABEL) if each.startswith(apart.names)]
+
+
+async def test_a_killed_nodes_network_is_swept_where_nothing_else_is_left(place: Place) -> None:
+    apart = Place(place.kind, place.spec)
+    assert isinstance(apart.kind, ContainerKind)
+    engine = await apart.kind.find_engine()
+    await engine.create_network(f"{apart.names}-x", LABEL)
+    assert await apart.kind.sweep(apart.names) == 1
+    assert await apart.kind.sweep(apart.names) == 0
+
+
+async def test_packages_with_set_id_programs_are_installed_where_the_operator_allows_it(place: Place, tmp_path: Path) -> None:
+    assert isinstance(place.kind, ContainerKind)
+    settings = replace(place.kind.settings, container_set_id="allowed", container_dir=tmp_path / "containers")
+    async with replace(place, kind=ContainerKind(settings)).started() as runtime:
+        for network in ("proxy", "full"):
+            line = "touch file && chmod 6755 file && stat -c %a file && unshare --user true"
+            done = await shell(runtime, line, network=network)
+            assert done.exit_code != 0 and done.stdout == b"6755\n", done
+    odd = ContainerKind(replace(settings, container_set_id="yes"))
+    assert await odd.probe() == "VERBATIM_CONTAINER_SET_ID cannot be 'yes': choose refused or allowed"
+
+
+async def test_an_engine_that_applies_no_filter_starts_nothing(place: Place, tmp_path: Path) -> None:
+    assert isinstance(place.kind, ContainerKind)
+    flags = (*place.kind.settings.container_run_flags, "--security-opt", "seccomp=unconfined")
+    settings = replace(place.kind.settings, container_run_flags=flags, container_dir=tmp_path / "containers")
+    apart = Place(ContainerKind(settings), place.spec)
+    with pytest.raises(RuntimeFailed, match="without a system call filter"):
+        async with apart.started():
+            pytest.fail("it has started")
+    assert await apart.kind.sweep(apart.names) == 0
 
 
 async def test_a_container_beside_goes_also_where_its_making_was_broken_off(

@@ -68,6 +68,7 @@ def described(spec: RuntimeSpec = SPEC, **given: Any) -> dict[str, Any]:
         "user": 1000,
         "deadline_seconds": 3600,
         "fields": PodFields(),
+        "seccomp_profile": None,
     }
     return make_manifest(spec, NAME, make_labels(spec, NAME), PodSettings(**usual | given))
 
