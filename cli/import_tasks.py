@@ -77,7 +77,7 @@ def import_tasks(
     from cli.generation.attempts import KNOWN, make_harness
     from rollout.task import dump_given
     from rollout.task_body import BadTask, read_task
-    from rollout.task_sources import BadHarborTask, BadInstance, BadTerminalTask
+    from rollout.task_sources import BadInstance, BadTaskFolder
 
     chosen = make_harness(harness)
     more = {"num_samples": samples, "model": model}
@@ -92,7 +92,7 @@ def import_tasks(
             task = read_task(line.encode(), KNOWN)[0]
             if task.task_id in lines:
                 raise BadTask(f"another task is called {task.task_id}, too", "task_id")
-        except (BadHarborTask, BadInstance, BadTerminalTask) as error:
+        except (BadInstance, BadTaskFolder) as error:
             left_out.append(str(error))
         except BadTask as error:
             left_out.append(f"{name}: {error.message}")

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, get_args
+from uuid import uuid4
 
 Status = Literal[
     "queued", "preparing", "ready", "running", "evaluating", "concluding", "completed", "failed", "timeout", "cancelled"
@@ -147,8 +148,9 @@ def node_prefix(node: str, service: str) -> str:
 
 
 def runtime_name(prefix: str, attempt: AttemptId, what: str) -> str:
-    """At most 63 characters of [a-z0-9-]; `prefix` is its node's, and `what` distinguishes the runtimes of one attempt."""
-    return f"{prefix}{_digest(attempt.task_id, 16)}-{attempt.index}-{attempt.attempt}-{what}"
+    """A new name each time, of at most 63 characters of [a-z0-9-]: what is left of an earlier runtime is in nobody's way. `prefix` is its
+    node's, and `what` distinguishes the runtimes of one attempt."""
+    return f"{prefix}{_digest(attempt.task_id, 16)}-{attempt.index}-{attempt.attempt}-{what}-{uuid4().hex[:8]}"
 
 
 def _digest(text: str, digits: int) -> str:

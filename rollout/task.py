@@ -169,7 +169,7 @@ class UploadBody(BaseModel):
     text: str | None = None
     base64: str | None = None
     source: str | None = None
-    mode: Annotated[str, Field(pattern=r"^[0-7]{3,4}\z")] = "0644"
+    mode: Annotated[str, Field(pattern=r"^0?[0-7]{3}\z")] = "0644"
     unpack: bool = False
 
     def value(self) -> Upload:

@@ -13,6 +13,7 @@ services, settings of the service beyond its image, other parsers than pytest's,
 from __future__ import annotations
 
 import base64
+import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -33,8 +34,30 @@ _WORKDIR = re.compile(r"^\s*WORKDIR\s+(\S+)\s*$", re.IGNORECASE | re.MULTILINE)
 _NETWORKS: dict[str, Network] = {"public": "full", "no-network": "proxy"}
 
 
-class BadHarborTask(Exception):
-    """The folder is not a Harbor task, or not one that can run here. Names the folder and the reason."""
+class BadTaskFolder(Exception):
+    """The folder is not a task, or not one that can run here. Names the folder and the reason."""
+
+
+def _read_file(folder: Path, path: Path) -> tuple[bytes, int]:
+    """Content and mode of a file of the folder: the one way in which any is read. What the file says is shown to an agent, so no link may
+    make it another of the machine's. Raises `BadTaskFolder`."""
+    try:
+        real = path.resolve(strict=True)
+        if not real.is_relative_to(folder.resolve()):
+            raise BadTaskFolder(f"{path} leads out of the task's folder")
+        if not real.is_file():
+            raise BadTaskFolder(f"{path} is not a file")
+        with open(os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            return file.read(), os.fstat(file.fileno()).st_mode
+    except (OSError, RuntimeError) as error:
+        raise BadTaskFolder(f"{path} cannot be read: {error}") from error
+
+
+def _read_text(folder: Path, name: str) -> str:
+    try:
+        return _read_file(folder, folder / name)[0].decode()
+    except UnicodeDecodeError as error:
+        raise BadTaskFolder(f"{folder}/{name} cannot be read: {error}") from error
 
 
 def harbor_task(
@@ -48,7 +71,7 @@ def harbor_task(
     **fields: Any,
 ) -> Task:
     """The task of `folder`. `image` overrides the folder's; `variables` are the values of `${NAME}`; `fields` are further fields of `Task`.
-    Raises `BadHarborTask`."""
+    Raises `BadTaskFolder`."""
     config = _read_config(folder)
     environment, verifier = config.get("environment", {}), config.get("verifier", {})
     _refuse(folder, config)
@@ -62,7 +85,7 @@ def harbor_task(
     }
     runtime = _read_runtime(folder, config, image, runtime_kind, network)
     if (runtime.network, options["network"]) == ("full", "proxy"):
-        raise BadHarborTask(
+        raise BadTaskFolder(
             f"{folder} keeps its verifier from a network that its agent has: that cannot be had in one container"
         )
     task = Task(
@@ -83,14 +106,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(_read_text(folder, "task.toml"))
     except tomllib.TOMLDecodeError as error:
-        raise BadHarborTask(f"{folder}/task.toml: {error}") from error
-
-
-def _read_text(folder: Path, name: str) -> str:
-    try:
-        return (folder / name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadHarborTask(f"{folder}/{name} cannot be read: {error}") from error
+        raise BadTaskFolder(f"{folder}/task.toml: {error}") from error
 
 
 def _refuse(folder: Path, config: Mapping[str, Any]) -> None:
@@ -107,26 +123,24 @@ def _refuse(folder: Path, config: Mapping[str, Any]) -> None:
         "verifier.user or agent.user": verifier.get("user") or agent.get("user"),
     }
     if found := [what for what, there in unsupported.items() if there]:
-        raise BadHarborTask(f"{folder} has {', and '.join(found)}: that cannot be run here")
+        raise BadTaskFolder(f"{folder} has {', and '.join(found)}: that cannot be run here")
 
 
 def _read_tests(folder: Path) -> dict[str, Any]:
     """The files of `tests/`, as the evaluator's option takes them."""
     root = folder / "tests"
     if not (root / "test.sh").is_file():
-        raise BadHarborTask(f"{folder} has no tests/test.sh")
+        raise BadTaskFolder(f"{folder} has no tests/test.sh")
     files: dict[str, Any] = {}
     for path in sorted(root.rglob("*")):
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise BadHarborTask(f"{path} leads out of the task's folder")
-        if path.is_file():
-            files[path.relative_to(root).as_posix()] = _read_content(path)
+        if not path.is_dir() or path.is_symlink():
+            files[path.relative_to(root).as_posix()] = _read_content(folder, path)
     return files
 
 
-def _read_content(path: Path) -> dict[str, Any]:
-    executable = bool(path.stat().st_mode & 0o111)
-    content = path.read_bytes()
+def _read_content(folder: Path, path: Path) -> dict[str, Any]:
+    content, mode = _read_file(folder, path)
+    executable = bool(mode & 0o111)
     try:
         return {"text": content.decode(), "executable": executable}
     except UnicodeDecodeError:
@@ -139,7 +153,7 @@ def _resolve(folder: Path, values: Mapping[str, Any], variables: Mapping[str, st
     for name, value in values.items():
         found = _TEMPLATE.fullmatch(str(value))
         if found and found[1] not in variables and found[2] is None:
-            raise BadHarborTask(f"{folder} needs the variable {found[1]}, which was not given")
+            raise BadTaskFolder(f"{folder} needs the variable {found[1]}, which was not given")
         resolved[name] = variables.get(found[1], found[2] or "") if found else str(value)
     return resolved
 
@@ -157,7 +171,7 @@ def _read_network(folder: Path, section: Mapping[str, Any], default: str) -> Net
     if mode is None:
         return "full" if default in ("public", "full") else "proxy"
     if mode not in _NETWORKS:
-        raise BadHarborTask(f"{folder}: the network mode {mode!r} cannot be had here: public and no-network can")
+        raise BadTaskFolder(f"{folder}: the network mode {mode!r} cannot be had here: public and no-network can")
     return _NETWORKS[mode]
 
 
@@ -165,7 +179,7 @@ def _read_runtime(folder: Path, config: Mapping[str, Any], image: str | None, ki
     environment = config.get("environment", {})
     image = image or environment.get("docker_image")
     if not image:
-        raise BadHarborTask(f"{folder} names no docker_image: build its environment/Dockerfile and give the image's name")
+        raise BadTaskFolder(f"{folder} names no docker_image: build its environment/Dockerfile and give the image's name")
     return RuntimeSpec(
         kind=kind,
         image=image,
@@ -183,14 +197,14 @@ def _parse_megabytes(size: str | None) -> int | None:
         return None
     found = re.fullmatch(r"([\d.]+)\s*([GMK])B?", size.strip().upper())
     if found is None:
-        raise BadHarborTask(f"{size!r} is no size: 2G and 512M are")
+        raise BadTaskFolder(f"{size!r} is no size: 2G and 512M are")
     return int(float(found[1]) * {"G": 1024, "M": 1, "K": 1 / 1024}[found[2]])
 
 
 def _find_workdir(folder: Path, dockerfile: str = "environment/Dockerfile") -> str | None:
     """The image's working directory; None if the Dockerfile does not give it as a plain absolute path."""
     path = folder / dockerfile
-    found = _WORKDIR.findall(path.read_text(encoding="utf-8")) if path.is_file() else []
+    found = _WORKDIR.findall(_read_text(folder, dockerfile)) if path.exists() else []
     return found[-1] if found and found[-1].startswith("/") and "$" not in found[-1] else None
 
 
@@ -198,7 +212,7 @@ def _read_mcp_servers(folder: Path, environment: Mapping[str, Any]) -> tuple[Mcp
     servers = []
     for server in environment.get("mcp_servers", []):
         if server.get("headers"):
-            raise BadHarborTask(f"{folder}: the headers of the MCP server {server.get('name')!r} cannot be passed on")
+            raise BadTaskFolder(f"{folder}: the headers of the MCP server {server.get('name')!r} cannot be passed on")
         command = (server["command"], *server.get("args", [])) if server.get("command") else ()
         servers.append(McpServer(server["name"], command=command, url=server.get("url")))
     return tuple(servers)
@@ -246,10 +260,6 @@ _SERVICE_FIELDS = {"build", "image", "container_name", "command", "environment",
 _OWN_VARIABLE = re.compile(r"\$\{T_BENCH_\w+\}")
 
 
-class BadTerminalTask(Exception):
-    """The folder is not a Terminal-Bench task, or not one that can run here. Names the folder and the reason."""
-
-
 def terminal_bench_task(
     folder: Path,
     harness: HarnessSpec,
@@ -259,12 +269,12 @@ def terminal_bench_task(
     runtime_kind: str = "docker",
     **fields: Any,
 ) -> Task:
-    """The task of `folder`. `image` is what its Dockerfile builds; `fields` are further fields of `Task`. Raises `BadTerminalTask`."""
+    """The task of `folder`. `image` is what its Dockerfile builds; `fields` are further fields of `Task`. Raises `BadTaskFolder`."""
     config, service = _read_yaml(folder, "task.yaml"), _read_service(folder)
     _refuse_terminal(folder, config, service)
     image = image or _plain(service.get("image"))
     if not image:
-        raise BadTerminalTask(f"{folder} names no image: build its Dockerfile and give the image's name")
+        raise BadTaskFolder(f"{folder} names no image: build its Dockerfile and give the image's name")
     variables = _read_variables(service.get("environment") or {})
     test_seconds = float(config.get("max_test_timeout_sec") or TERMINAL_TEST_SECONDS)
     options: dict[str, Any] = {
@@ -306,11 +316,11 @@ def _read_yaml(folder: Path, name: str) -> dict[str, Any]:
     import yaml
 
     try:
-        found = yaml.safe_load((folder / name).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise BadTerminalTask(f"{folder}/{name} cannot be read: {error}") from error
+        found = yaml.safe_load(_read_text(folder, name))
+    except yaml.YAMLError as error:
+        raise BadTaskFolder(f"{folder}/{name} cannot be read: {error}") from error
     if not isinstance(found, dict):
-        raise BadTerminalTask(f"{folder}/{name} is not a mapping")
+        raise BadTaskFolder(f"{folder}/{name} is not a mapping")
     return found
 
 
@@ -320,7 +330,7 @@ def _read_service(folder: Path) -> dict[str, Any]:
         return {}
     services = _read_yaml(folder, "docker-compose.yaml").get("services") or {}
     if len(services) != 1:
-        raise BadTerminalTask(f"{folder} has {len(services)} services: that cannot be run here")
+        raise BadTaskFolder(f"{folder} has {len(services)} services: that cannot be run here")
     (service,) = services.values()
     return dict(service or {})
 
@@ -336,18 +346,16 @@ def _refuse_terminal(folder: Path, config: Mapping[str, Any], service: Mapping[s
         f"no {RUN_TESTS}": not (folder / RUN_TESTS).is_file(),
     }
     if found := [what for what, there in unsupported.items() if there]:
-        raise BadTerminalTask(f"{folder} has {', and '.join(found)}: that cannot be run here")
+        raise BadTaskFolder(f"{folder} has {', and '.join(found)}: that cannot be run here")
 
 
 def _read_terminal_tests(folder: Path) -> dict[str, Any]:
     """The contents of `tests/` and the script beside it, together in one folder as in Terminal-Bench."""
     root = folder / "tests"
-    paths = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*")) if path.is_file()}
-    paths[RUN_TESTS] = folder / RUN_TESTS
-    for path in paths.values():
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise BadTerminalTask(f"{path} leads out of the task's folder")
-    return {name: _read_content(path) for name, path in paths.items()}
+    paths = {
+        path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*")) if path.is_symlink() or not path.is_dir()
+    }
+    return {name: _read_content(folder, path) for name, path in {**paths, RUN_TESTS: folder / RUN_TESTS}.items()}
 
 
 def _plain(value: Any) -> str | None:

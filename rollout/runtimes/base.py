@@ -128,8 +128,8 @@ class Runtime(Protocol):
         """Writes a file and its parent folders; relative paths are below `workdir`. Raises `RuntimeFailed`, `DiskFull`."""
 
     async def unpack(self, path: str, archive: bytes) -> None:
-        """Unpacks a tar archive (plain or gzip) below the folder `path`. Refuses (`RuntimeFailed`) devices and entries that lead out of
-        that folder, also through a link that the archive brings; the link itself is kept, wherever it leads."""
+        """Unpacks a tar archive (plain or gzip) below the folder `path`. Refuses (`RuntimeFailed`) devices, entries that lead out of
+        that folder, and entries below a link that the archive brings; the link itself is kept, wherever it leads."""
 
     async def download(self, paths: Sequence[str], *, bound_bytes: int) -> bytes:
         """A gzipped tar archive of `paths`, named relative to `workdir` if they are below it. Skips paths that do not exist, and makes

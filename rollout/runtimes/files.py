@@ -20,17 +20,24 @@ _FULL = (b"No space left on device", b"Disk quota exceeded", b"File too large", 
 
 
 def check_archive(archive: bytes) -> None:
-    """Raises `RuntimeFailed` as `iterate_entries` does, for a device, and for an entry that leads out of the folder it is unpacked in, by
-    its name or through a link. A link itself may lead anywhere: an agent's files are full of links to the system's programs, and inside
-    the runtime they lead to the runtime's own files."""
-    outward: set[str] = set()
+    """Raises `RuntimeFailed` as `iterate_entries` does, for a device, and for an entry that leads out of the folder it is unpacked in: by
+    its name, or because it is at or below a link, wherever that leads, which no archive of a real folder has. A link itself may lead
+    anywhere: an agent's files are full of links to the system's programs, and inside the runtime they lead to the runtime's own files."""
+    links: set[str] = set()
     for entry, _ in iterate_entries(archive):
-        if _leads_out(entry.name, outward) or (entry.islnk() and _leads_out(entry.linkname, outward)):
-            raise RuntimeFailed(f"the archive's entry {entry.name!r} leads out of the folder it is unpacked in")
+        path = posixpath.normpath(entry.name)
+        if _leads_out(entry.name, links) or (entry.islnk() and _leads_out(entry.linkname, links)):
+            raise RuntimeFailed(
+                f"the archive's entry {entry.name!r} leads out of the folder it is unpacked in, or through a link"
+            )
+        if (path in links and not entry.issym()) or (path == "." and not entry.isdir()):
+            raise RuntimeFailed(
+                f"the archive's entry {entry.name!r} takes the place of a link, or of the folder it is unpacked in"
+            )
         if entry.isdev() and not entry.isfifo():
             raise RuntimeFailed(f"the archive's entry {entry.name!r} is a device")
-        if entry.issym() and _leads_out(_resolve_link(entry), outward):
-            outward.add(posixpath.normpath(entry.name))
+        if entry.issym() or (entry.islnk() and posixpath.normpath(entry.linkname) in links):
+            links.add(path)
 
 
 def iterate_entries(archive: bytes) -> Iterator[tuple[tarfile.TarInfo, IO[bytes]]]:
@@ -86,17 +93,12 @@ class _BoundedHeaders:
         return self._file.tell()
 
 
-def _resolve_link(link: tarfile.TarInfo) -> str:
-    """The target of a symbolic link, from the archive's root."""
-    return posixpath.normpath(posixpath.join(posixpath.dirname(link.name), link.linkname))
-
-
-def _leads_out(name: str, outward: Set[str]) -> bool:
-    """Whether it leaves the archive's root, by itself or through one of the `outward` links, which are normalized paths."""
+def _leads_out(name: str, links: Set[str]) -> bool:
+    """Whether it leaves the archive's root, or goes through one of the `links`, which are normalized paths."""
     if name.startswith("/") or ".." in name.split("/"):
         return True
     path = posixpath.normpath(name)
-    return bool(outward) and any(path[:at] in outward for at, letter in enumerate(path) if letter == "/")
+    return bool(links) and any(path[:at] in links for at, letter in enumerate(path) if letter == "/")
 
 
 class GzipSink:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 
 from proxy.store.connection import StoreConnection
 from rollout import steps
-from rollout.attempts import Failure, RolloutState
+from rollout.attempts import AttemptId, Failure, RolloutState, node_prefix, runtime_name
 from rollout.runtimes.base import RuntimeFailed
 from rollout.runtimes.local.runtime import LocalKind
 from rollout.stages import Slots
@@ -291,6 +292,14 @@ async def test_nodes_of_one_name_that_serve_two_services_leave_each_others_runti
             await connection.close()
     assert [(state.status, state.attempt, state.node) for state in states] == [("completed", 1, "n")] * 2
     assert list((world.folder / "runtimes").iterdir()) == []
+
+
+def test_the_name_of_a_runtime_is_never_used_again() -> None:
+    """A task that was deleted and submitted again got the names of its first runtimes, of which a killed node had left control groups."""
+    prefix = node_prefix("n" * 300, "http://service")
+    names = {runtime_name(prefix, AttemptId("t" * 300, 999_999, 100), what) for what in ("i", "r", "e") for _ in range(50)}
+    assert len(names) == 150 and all(name.startswith(prefix) for name in names)
+    assert all(re.fullmatch(r"[a-z0-9-]{1,60}", name) for name in names), "an engine's second container adds to it"
 
 
 async def test_a_node_that_cannot_sweep_what_it_left_says_so_and_works(

@@ -13,7 +13,7 @@ import pytest
 from rollout.evaluators.base import Score
 from rollout.evaluators.catalogue import load
 from rollout.task import HarnessSpec, RuntimeSpec, Task
-from rollout.task_sources import BadTerminalTask, terminal_bench_task
+from rollout.task_sources import BadTaskFolder, terminal_bench_task
 from tests.support.runtimes.evaluations import case_of, check, plain_runtime
 from tests.support.runtimes.plain_runtime import PlainRuntime
 
@@ -93,19 +93,27 @@ def test_an_image_and_limits_that_the_service_names_are_used(folder: Path) -> No
 )
 def test_what_cannot_be_had_here_is_refused(folder: Path, name: str, text: str, says: str) -> None:
     (folder / name).write_text(text)
-    with pytest.raises(BadTerminalTask) as refused:
+    with pytest.raises(BadTaskFolder) as refused:
         loaded(folder)
     assert says in str(refused.value) and str(folder) in str(refused.value)
 
 
+@pytest.mark.parametrize("path", ["task.yaml", "docker-compose.yaml", "Dockerfile", "run-tests.sh", "tests/summary.txt"])
+def test_a_link_out_of_the_folder_is_not_followed(path: str, folder: Path, tmp_path: Path) -> None:
+    (folder / path).rename(tmp_path / "outside")
+    (folder / path).symlink_to(tmp_path / "outside")
+    with pytest.raises(BadTaskFolder, match="leads out of the task's folder"):
+        loaded(folder)
+
+
 def test_a_folder_without_an_image_or_tests_and_one_that_leads_out_of_itself_are_refused(folder: Path) -> None:
-    with pytest.raises(BadTerminalTask, match="names no image: build its Dockerfile"):
+    with pytest.raises(BadTaskFolder, match="names no image: build its Dockerfile"):
         loaded(folder, image=None)
     (folder / "tests" / "out").symlink_to("/etc/hostname")
-    with pytest.raises(BadTerminalTask, match="leads out of the task's folder"):
+    with pytest.raises(BadTaskFolder, match="leads out of the task's folder"):
         loaded(folder)
     (folder / "run-tests.sh").unlink()
-    with pytest.raises(BadTerminalTask, match=r"has no run-tests.sh"):
+    with pytest.raises(BadTaskFolder, match=r"has no run-tests.sh"):
         loaded(folder)
 
 

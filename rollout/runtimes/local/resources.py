@@ -104,6 +104,10 @@ class Resources:
         """Whether the kernel enforces them, for all commands together."""
         return bool(self._groups)
 
+    @property
+    def groups(self) -> list[Path]:
+        return [group for _, group in self._groups]
+
     def make(self) -> None:
         """Raises `OSError`."""
         for hierarchy, group in self._groups:
@@ -144,7 +148,7 @@ class Resources:
         return processes.count_threads(pids) > PIDS or processes.measure_memory(pids) > self._spec.memory_mb << 20
 
     async def remove(self) -> None:
-        await remove_groups([group for _, group in self._groups])
+        await remove_groups(self.groups)
 
 
 async def remove_groups(groups: Iterable[Path]) -> None:

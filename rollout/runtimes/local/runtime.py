@@ -44,6 +44,8 @@ from rollout.task import RuntimeSpec
 
 HOME, WORKDIR = "/home/agent", "/workspace"
 """In a sandbox."""
+_GROUPS = "groups"
+"""A file of a runtime's folder that lists its control groups: those of a node that is restarted may be elsewhere."""
 _START_SECONDS = 60.0
 _SWEEP_SECONDS = 10.0
 
@@ -101,14 +103,15 @@ class LocalKind:
         return await self.installs.install(spec, install, name, proxy, logs)
 
     async def sweep(self, prefix: str) -> int:
-        folder = self.settings.local_dir
-        names = [each.name for each in folder.iterdir() if each.name.startswith(prefix)] if folder.is_dir() else []
+        """A runtime is found by its folder or by a control group of its name, whichever is left."""
+        places = [self.settings.local_dir, *(each.folder for each in resources.find_hierarchies(self.settings.cgroup))]
+        names = {each.name for place in places if place.is_dir() for each in place.iterdir() if each.name.startswith(prefix)}
         for name in names:
             await self.remove(name)
         return len(names)
 
     async def remove(self, name: str) -> None:
-        """Ends every process of the runtime `name`, including those of other nodes, and removes its files."""
+        """Ends every process of the runtime `name`, including those of other nodes, and removes its control groups, its files last."""
         deadline = asyncio.get_running_loop().time() + _SWEEP_SECONDS
         number = signal.SIGTERM
         while outer := processes.find_by_variable(MARK.encode(), name.encode(), processes.list_pids()):
@@ -116,7 +119,8 @@ class LocalKind:
             await asyncio.sleep(0.05)
             if asyncio.get_running_loop().time() > deadline:
                 number = signal.SIGKILL
-        await resources.remove_groups(each.folder / name for each in resources.find_hierarchies(self.settings.cgroup))
+        groups = {each.folder / name for each in resources.find_hierarchies(self.settings.cgroup)}
+        await resources.remove_groups(groups | _read_groups(self.settings.local_dir / name))
         await asyncio.to_thread(delete_folder, self.settings.local_dir / name)
 
 
@@ -138,6 +142,7 @@ class LocalRuntime(CommandRuntime):
             self._claim()
             self._held_install = self._kind.installs.hold(self._spec)
             self._make_folders()
+            (self._folder / _GROUPS).write_text("".join(f"{group}\n" for group in self._resources.groups))
             self._resources.make()
             done = await self.exec(["true"], timeout_seconds=_START_SECONDS)
         except OSError as error:
@@ -230,3 +235,12 @@ class LocalRuntime(CommandRuntime):
         if self._held_install is not None:
             os.close(self._held_install)
             self._held_install = None
+
+
+def _read_groups(folder: Path) -> set[Path]:
+    """The control groups that the runtime of that folder has; each bears its name."""
+    try:
+        lines = (folder / _GROUPS).read_text().splitlines()
+    except OSError:
+        return set()
+    return {group for line in lines if (group := Path(line)).name == folder.name}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from rollout.evaluators.base import BadEvaluator, BadReward, EvaluationFailed, E
 from rollout.evaluators.catalogue import load
 from rollout.runtimes.base import Executed
 from rollout.task import Budgets, Exec, HarnessSpec, McpServer, RuntimeSpec, Task
-from rollout.task_sources import BadHarborTask, harbor_task
+from rollout.task_sources import BadTaskFolder, harbor_task
 from tests import ROOT
 from tests.support.runtimes.evaluations import case_of, check, plain_runtime
 from tests.support.runtimes.plain_runtime import PlainRuntime
@@ -221,20 +222,50 @@ def test_an_older_folder_is_read_too(folder: Path) -> None:
 )
 def test_what_cannot_be_had_here_is_refused(text: str, said: str, folder: Path) -> None:
     (folder / "task.toml").write_text(text)
-    with pytest.raises(BadHarborTask, match=said.replace("[", r"\[")):
+    with pytest.raises(BadTaskFolder, match=said.replace("[", r"\[")):
         loaded(folder)
 
 
 @pytest.mark.parametrize("path", ["task.toml", "instruction.md", "tests/test.sh"])
 def test_a_file_that_is_missing_is_named(path: str, folder: Path) -> None:
     (folder / path).unlink()
-    with pytest.raises(BadHarborTask, match=path):
+    with pytest.raises(BadTaskFolder, match=path):
         loaded(folder)
 
 
-def test_a_link_out_of_the_folder_is_not_followed(folder: Path) -> None:
-    (folder / "tests" / "secret").symlink_to("/etc/hostname")
-    with pytest.raises(BadHarborTask, match="leads out of the task's folder"):
+FILES = ["task.toml", "instruction.md", "environment/Dockerfile", "tests/test.sh", "tests/secret"]
+
+
+@pytest.mark.parametrize("path", FILES)
+@pytest.mark.parametrize("how", ["a file", "a folder", "a link to a link"])
+def test_a_link_out_of_the_folder_is_not_followed(path: str, how: str, folder: Path, tmp_path: Path) -> None:
+    """`instruction.md -> /any/file` was what the agent saw."""
+    outside, link = tmp_path / "outside", folder / path
+    shutil.copytree(folder, outside)
+    (outside / "tests" / "secret").write_text("of the machine")
+    link.parent.mkdir(exist_ok=True), (outside / link.parent.relative_to(folder)).mkdir(exist_ok=True)
+    (outside / path).touch()
+    link.unlink(missing_ok=True)
+    if how == "a file":
+        link.symlink_to(outside / path)
+    elif how == "a folder":
+        (folder / "there").symlink_to(f"../{outside.name}")
+        link.symlink_to(folder / "there" / path)
+    else:
+        (folder / "first").symlink_to(outside / path)
+        link.symlink_to(folder / "first")
+    with pytest.raises(BadTaskFolder, match="leads out of the task's folder"):
+        loaded(folder)
+
+
+def test_a_link_within_the_folder_is_followed_and_what_is_no_file_is_refused(folder: Path) -> None:
+    text = (folder / "instruction.md").read_text()
+    (folder / "instruction.md").rename(folder / "README.md")
+    (folder / "instruction.md").symlink_to("README.md")
+    assert loaded(folder).instruction == text
+    (folder / "instruction.md").unlink()
+    os.mkfifo(folder / "instruction.md")
+    with pytest.raises(BadTaskFolder, match=r"instruction.md is not a file"):
         loaded(folder)
 
 

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
+import subprocess
 import tarfile
+import tempfile
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from rollout.evaluators.base import EvaluationFailed
 from rollout.evaluators.diff import _read_archive
@@ -112,3 +119,95 @@ def test_what_programs_make_is_read_as_it_is(format: int) -> None:
     for archive in (buffer.getvalue(), gzip.decompress(buffer.getvalue())):
         check_archive(archive)
         assert _read_archive(archive, 1 << 30) == {**contents, "linked": contents["great"]}
+
+
+# What an entry may do to the rest of the machine
+
+
+Entry = tuple[str, bytes, str]
+"""Name, type, what it links to."""
+PARTS = st.sampled_from(["a", "b", "c", ".", ""])
+NAMES = st.lists(PARTS, min_size=1, max_size=3).map("/".join).filter(lambda name: name.strip("./") != "")
+TARGETS = st.one_of(NAMES, st.sampled_from(["..", "../..", "../outside", "../../outside", "OUTSIDE", "OUTSIDE/kept", "."]))
+TYPES = st.sampled_from([tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE])
+ENTRIES = st.lists(st.tuples(NAMES, TYPES, TARGETS), min_size=1, max_size=6)
+
+
+def made_of(entries: Sequence[Entry], outside: str) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as opened:
+        for name, kind, linked in entries:
+            member = tarfile.TarInfo(name)
+            member.type, member.mode = kind, 0o755
+            member.linkname = linked.replace("OUTSIDE", outside) if kind in (tarfile.SYMTYPE, tarfile.LNKTYPE) else ""
+            member.size = 3 if kind == tarfile.REGTYPE else 0
+            opened.addfile(member, io.BytesIO(b"new"))
+    return buffer.getvalue()
+
+
+def extract_carelessly(archive: bytes, folder: Path) -> None:
+    """As the most trusting program would: through every link that is there."""
+    with tarfile.open(fileobj=io.BytesIO(archive)) as opened:
+        for entry in opened:
+            path = folder / entry.name
+            with suppress(OSError):
+                if not entry.isdir():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                if entry.isdir():
+                    path.mkdir(parents=True, exist_ok=True)
+                elif entry.issym():
+                    path.symlink_to(entry.linkname)
+                elif entry.islnk():
+                    os.link(folder / entry.linkname, path, follow_symlinks=False)
+                else:
+                    path.write_bytes(b"new")
+
+
+def extract_by_tar(archive: bytes, folder: Path) -> None:
+    """As the runtime does."""
+    subprocess.run(["tar", "-xof", "-", "-C", str(folder)], input=archive, capture_output=True, check=False)
+
+
+def see(folder: Path, but: Path) -> dict[str, tuple[int, bytes]]:
+    """Every file below the folder, without what is below `but`: its number of links and content."""
+    found: dict[str, tuple[int, bytes]] = {}
+    for path in folder.rglob("*"):
+        if not path.is_relative_to(but):
+            found[str(path)] = (path.lstat().st_nlink, path.read_bytes() if path.is_file() else b"")
+    return found
+
+
+@given(ENTRIES)
+@example([("b", tarfile.SYMTYPE, "OUTSIDE"), ("a", tarfile.SYMTYPE, "b"), ("a/x", tarfile.REGTYPE, "")])
+@example([("b", tarfile.SYMTYPE, ".."), ("a", tarfile.LNKTYPE, "b"), ("a/x", tarfile.REGTYPE, "")])
+@example([("a", tarfile.SYMTYPE, "OUTSIDE/kept"), ("a", tarfile.REGTYPE, "")])
+@example([("b", tarfile.SYMTYPE, "OUTSIDE"), ("a", tarfile.LNKTYPE, "b/kept"), ("a", tarfile.REGTYPE, "")])
+@settings(max_examples=400, deadline=None)
+def test_what_is_accepted_changes_nothing_outside_whoever_unpacks_it(entries: Sequence[Entry]) -> None:
+    """A link to a link was believed: `b` to another folder, `a` to `b`, and `a/x` was written there."""
+    for extract in (extract_carelessly, extract_by_tar):
+        with tempfile.TemporaryDirectory() as top:
+            outside, folder = Path(top, "outside"), Path(top, "in", "unpacked")
+            outside.mkdir(), folder.mkdir(parents=True)
+            (outside / "kept").write_bytes(b"old")
+            archive = made_of(entries, str(outside))
+            before = see(Path(top), folder)
+            try:
+                check_archive(archive)
+            except RuntimeFailed:
+                return
+            extract(archive, folder)
+            after = see(Path(top), folder)
+            # A folder's number of links counts the folders in it.
+            assert {path: seen for path, seen in after.items() if Path(path) != folder.parent} == {
+                path: seen for path, seen in before.items() if Path(path) != folder.parent
+            }
+
+
+@given(ENTRIES)
+@settings(max_examples=100, deadline=None)
+def test_what_tar_makes_of_a_folder_is_accepted_wherever_its_links_lead(entries: Sequence[Entry]) -> None:
+    with tempfile.TemporaryDirectory() as top:
+        extract_carelessly(made_of([each for each in entries if ".." not in each[2]], "/etc"), Path(top))
+        made = subprocess.run(["tar", "-C", top, "-cf", "-", "."], capture_output=True, check=True)
+        check_archive(made.stdout)

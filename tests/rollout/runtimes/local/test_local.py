@@ -268,6 +268,43 @@ def test_a_group_of_version_2_holds_what_the_spec_says(tmp_path: Path) -> None:
     }
 
 
+def _own_hierarchies() -> list[resources.Hierarchy]:
+    return resources.find_hierarchies(None) or unavailable("no control group can be made here")
+
+
+async def test_control_groups_are_swept_where_no_folder_is_left(tmp_path: Path) -> None:
+    """They kept the name: a rollout that got it again failed, "File exists"."""
+    place, hierarchies = sandboxed(tmp_path), _own_hierarchies()
+    groups = [each.folder / f"{place.names}-x" for each in hierarchies]
+    for group in groups[1:] or groups:
+        group.mkdir()
+    assert await place.kind.sweep(place.names) == 1
+    assert not any(group.exists() for group in groups)
+    assert await place.kind.sweep(place.names) == 0
+
+
+async def test_control_groups_are_swept_where_the_restarted_node_is_in_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With version 1 a node's groups are below its own, which a restart may change."""
+    place, hierarchies = sandboxed(tmp_path), _own_hierarchies()
+    earlier = [replace(each, folder=each.folder / f"earlier-{place.names}") for each in hierarchies]
+    for each in earlier:
+        each.folder.mkdir()
+    try:
+        with monkeypatch.context() as then:
+            then.setattr(resources, "find_hierarchies", lambda given: earlier)
+            runtime = place.runtime(NOWHERE)
+            await runtime.start()
+        (name,) = os.listdir(tmp_path)
+        assert all((each.folder / name).is_dir() for each in earlier)
+        assert await place.kind.sweep(place.names) == 1
+        assert not any((each.folder / name).exists() for each in earlier) and not os.listdir(tmp_path)
+    finally:
+        await resources.remove_groups(each.folder / name for each in earlier for name in os.listdir(each.folder) if "-" in name)
+        await resources.remove_groups(each.folder for each in earlier)
+
+
 async def test_a_full_disk_is_told_as_that(small_disk: Path) -> None:
     async with sandboxed(small_disk / "runtimes").started() as runtime:
         buffer = io.BytesIO()
