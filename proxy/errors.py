@@ -11,6 +11,7 @@ VerbatimError                        status  code
 │   ├── Conflict                     409     conflict             closed session, older version, duplicate id
 │   │   └── ReplayDiverged           409     replay_diverged      a fork's request that its origin did not record
 │   ├── RequestTimeout               408     request_timeout      the body did not arrive in time
+│   ├── EncodingRefused              415     unsupported_encoding a compressed body
 │   └── TooLarge                     413     request_too_large
 │       └── SessionFull              413     session_full         the session has reached its limit of recorded bytes
 └── Unavailable                      503     unavailable          retryable; carries Retry-After
@@ -94,6 +95,11 @@ class RequestTimeout(RequestError):
     retry_after_seconds = 1.0
 
 
+class EncodingRefused(RequestError):
+    status = 415
+    code = "unsupported_encoding"
+
+
 class TooLarge(RequestError):
     status = 413
     code = "request_too_large"
@@ -106,7 +112,7 @@ class SessionFull(TooLarge):
 class Unavailable(VerbatimError):
     status = 503
     code = "unavailable"
-    retry_after_seconds = 1.0
+    retry_after_seconds: float | None = 1.0
 
 
 class Backpressure(Unavailable):

@@ -69,7 +69,7 @@ class Settings(BaseSettings):
     engine_api_key: SecretStr | None = None
     """Bearer token for the engines."""
     engine_session_header: str = Field("", pattern=r"^[A-Za-z0-9-]*$")
-    """The header in which sampling requests carry the session's id, for routers in front of engines: X-Session-ID, for example. Empty:
+    """The header in which all requests of a call carry the session's id, for routers in front of engines: X-Session-ID, for example. Empty:
     none."""
     engine_release_path: str = Field("", pattern=r"^(/.*)?$")
     """Where a router in front of engines is told that a session is over: /finish_session of vllm-router, for example, gets

@@ -69,13 +69,14 @@ class CallTrace(Protocol):
 class Timeline:
     """One call's time so far, by step and part, in seconds. It starts in `admit`."""
 
-    __slots__ = ("_at", "_first", "_traced", "api", "first_token_at", "replica", "seconds", "started_at", "trace")
+    __slots__ = ("_at", "_first", "_traced", "api", "first_token_at", "replica", "seconds", "session_id", "started_at", "trace")
 
     def __init__(self, trace: CallTrace | None = None) -> None:
         self.seconds = [0.0] * len(_CELLS)
         self.trace = trace
         """None: not traced, or the call is over, though tasks that it started may still hold its timeline."""
         self.first_token_at: float | None = None
+        self.session_id = ""
         self.replica = self.api = ""
         """Where the call is sampled, or was last tried."""
         self.started_at = self._at = time.perf_counter()

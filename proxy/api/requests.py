@@ -102,6 +102,7 @@ class JsonBody(Generic[T]):
 
 async def read_body(request: Request, limit: int) -> bytes:
     """Raises `TooLarge` for a body of more than `limit` bytes, `RequestTimeout` for one that does not arrive in time."""
+    http.refuse_encoding(request.headers.get("content-encoding", ""))
     return await http.read_body(request.receive, limit, get_services(request).settings.body_timeout_seconds)
 
 

@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl
 from proxy.auth import check_local, check_once, credential, key_opens, named_session, session_of_key
 from proxy.call.answer import Afterwork, Answer, Exchange
 from proxy.call.flow import Flow
-from proxy.call.http import JSON, Client, Place, Receive, Route, Routes, Scope, Send, headers_of, read_body
+from proxy.call.http import JSON, Client, Place, Receive, Route, Routes, Scope, Send, headers_of, read_body, refuse_encoding
 from proxy.call.media import Media
 from proxy.call.observe import Observer
 from proxy.call.tree import Draft, ParseTurn, SessionTree
@@ -129,6 +129,7 @@ class Harness:
         raw_query = scope.get("query_string", b"")
         query = _query(raw_query) if raw_query else {}
         tree = await self._open_session(route, exchange.headers, query)
+        exchange.timeline.session_id = tree.info.session_id
         self._services.rate.admit(tree.info.session_id)
         with self._services.slots.take(tree.info.session_id):
             if route.action not in ("call", "count"):
@@ -170,6 +171,7 @@ class Harness:
         return await self._services.trees.open(session_id, admits)
 
     async def _read_body(self, exchange: Exchange, place: Place) -> bytes:
+        refuse_encoding(exchange.headers.get("content-encoding", ""))
         declared = exchange.headers.get("content-length", "")
         length = int(declared) if declared.isdecimal() else None
         most, seconds = self._settings.max_body_bytes, self._settings.body_timeout_seconds

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from proxy.dialects.base import Action, Dialect, Endpoint
-from proxy.errors import NotFound, RequestError, RequestTimeout, TooLarge, TooManyCalls
+from proxy.errors import EncodingRefused, NotFound, RequestError, RequestTimeout, TooLarge, TooManyCalls
 from proxy.timeline import Deadline
 
 SMALL_BYTES = 2**18
@@ -40,6 +40,12 @@ async def read_body(
         if place is not None and place.waits:
             raise TooManyCalls(f"there was no room for a large body within {seconds:g} seconds: try again shortly") from error
         raise RequestTimeout(f"the body was not whole after {seconds:g} seconds") from error
+
+
+def refuse_encoding(encoding: str) -> None:
+    """Raise EncodingRefused for a body whose `Content-Encoding` is anything: what it unpacks to has no bound that its bytes tell."""
+    if encoding.strip().lower() not in ("", "identity"):
+        raise EncodingRefused(f"the body has the Content-Encoding '{encoding[:40]}': send it uncompressed, without that header")
 
 
 def _too_large(most_bytes: int) -> TooLarge:

@@ -265,6 +265,13 @@ class Request:
         self.history, self._messages = history, None
 
 
+def show_logprobs(request: Request, entries: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]] | None:
+    """Chat-shaped entries as the harness gets them: an engine tells the sampled token as its own alternative where none was asked for."""
+    if request.top_logprobs or not entries:
+        return entries
+    return [{**entry, "top_logprobs": []} for entry in entries]
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """The prompt is known and about to be sampled after; comes again if another engine is tried. `prompt_tokens` is 0 where only the

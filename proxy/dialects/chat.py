@@ -1,7 +1,7 @@
 """OpenAI Chat Completions: `/v1/chat/completions` and `/v1/models`.
 
-Shapes as the openai SDK parses them; errors as it maps them to its exceptions (status, `error.code`). Reasoning travels as
-`reasoning_content`, the field that chat harnesses read and replay.
+Shapes as the openai SDK parses them; errors as it maps them to its exceptions (status, `error.code`). Reasoning travels under both of
+its names, `reasoning_content` and `reasoning`: of harnesses, some read and replay the one and some the other.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from proxy.dialects.base import (
     Reply,
     Request,
     retry_headers,
+    show_logprobs,
 )
 from proxy.dialects.fields import decode, encode, placeholder_id, split_body, tool_call
 from proxy.errors import BudgetExhausted, RequestError, VerbatimError
@@ -86,6 +87,7 @@ class ChatDialect(OpenAIDialect):
         history = [seen for item in items for seen in past.see(item, _read_message)]
         if not history:
             raise RequestError("'messages' must be a non-empty list", param="messages")
+        fields.refuse_prefill(history[-1].message)
         sampling = fields.sampling(body, _SAMPLING)
         limit = fields.positive(body, "max_completion_tokens")
         if limit is not None:
@@ -114,7 +116,7 @@ class ChatDialect(OpenAIDialect):
                 "object": "chat.completion",
                 "created": reply.created,
                 "model": reply.model,
-                "choices": [_render_choice(choice, request.echo) for choice in reply.choices],
+                "choices": [_render_choice(request, choice) for choice in reply.choices],
                 "usage": build_usage(reply),
             }
         )
@@ -180,7 +182,7 @@ class ChatStream(ChunkStream):
             return b"%b%b%b" % (self._texts[delta.index], encode(delta.content), _END_OF_TEXT)
         fields: dict[str, Any] = {}
         if delta.reasoning:
-            fields["reasoning_content"] = delta.reasoning
+            fields["reasoning_content"] = fields["reasoning"] = delta.reasoning
         if delta.content:
             fields["content"] = delta.content
         if delta.tool_calls:
@@ -198,7 +200,7 @@ class ChatStream(ChunkStream):
 
     def _delta(self, index: int, fields: Any, *, finish_reason: str | None = None, logprobs: Any = ()) -> bytes:
         choice: dict[str, Any] = {"index": index, "delta": fields, "finish_reason": finish_reason}
-        choice["logprobs"] = {"content": list(logprobs)} if self._with_logprobs and logprobs else None
+        choice["logprobs"] = {"content": show_logprobs(self._request, logprobs)} if self._with_logprobs and logprobs else None
         return self._chunk(choice)
 
 
@@ -239,12 +241,15 @@ def _model(name: str, window: int | None, created: int) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": created, "owned_by": "verbatim", "max_model_len": window}
 
 
-def _render_choice(choice: Choice, echo: str | None) -> dict[str, Any]:
-    message = {"refusal": None, **choice.message}
+def _render_choice(request: Request, choice: Choice) -> dict[str, Any]:
+    echo, message = request.echo, {"refusal": None, **choice.message}
     if echo == _FUNCTION_CALL:
         message = as_function_call(message)
     message.setdefault("content", None)
-    logprobs = {"content": list(choice.logprobs), "refusal": None} if choice.logprobs is not None else None
+    if message.get("reasoning_content"):
+        message["reasoning"] = message["reasoning_content"]
+    shown = show_logprobs(request, choice.logprobs)
+    logprobs = {"content": shown, "refusal": None} if shown is not None else None
     return {"index": choice.index, "message": message, "finish_reason": _finish_reason(choice, echo), "logprobs": logprobs}
 
 
@@ -257,9 +262,7 @@ def _read_message(raw: bytes, _: Past) -> list[ParsedMessage]:
     message = decode(raw)
     if not isinstance(message, dict):
         raise RequestError("'messages' must be a list of objects", param="messages")
-    if not isinstance(message.get("role"), str):
-        raise RequestError("a message's 'role' must be a string", param="messages")
-    if message["role"] == "developer":
+    if fields.check_role(message) == "developer":
         # OpenAI's newer word for system; chat templates know only the older one.
         message["role"] = "system"
     content = message.get("content")
@@ -271,6 +274,8 @@ def _read_message(raw: bytes, _: Past) -> list[ParsedMessage]:
     for name in ("tool_call_id", "reasoning_content", "reasoning", "name"):
         if not isinstance(message.get(name), (str, NoneType)):
             raise RequestError(f"a message's '{name}' must be a string", param="messages")
+    if reasoning := message.pop("reasoning", None):
+        message["reasoning_content"] = message.get("reasoning_content") or reasoning
     convert_functions(message)
     for call in fields.objects(message, "tool_calls"):
         _check_tool_call(call)

@@ -6,6 +6,7 @@ Each checking function returns the field's value or raises RequestError with the
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
@@ -117,6 +118,32 @@ def refuse_continuation(body: Mapping[str, Any]) -> None:
                     "the 'prompt' of /v1/completions",
                     param=where,
                 )
+
+
+_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+_PREFILLS = ("prefix", "partial")
+"""Fields of vendors by which a message of the assistant at the end of a history is continued instead of answered."""
+
+
+def check_role(message: Mapping[str, Any], param: str = "messages") -> str:
+    """The message's role: a word, since templates have roles of their own. Raises RequestError."""
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise RequestError("a message's 'role' must be a string", param=param)
+    if not _ROLE.fullmatch(role):
+        raise RequestError(f"a message's 'role' must be a word of letters and digits, not {role[:40]!a}", param=param)
+    return role
+
+
+def refuse_prefill(message: Mapping[str, Any], param: str = "messages") -> None:
+    """Raise RequestError if a history's last message is to be continued, as `refuse_continuation` does for the body's fields."""
+    for name in _PREFILLS:
+        if message.get("role") == "assistant" and message.get(name):
+            raise RequestError(
+                f"the last message has '{name}', which is not supported: a reply is a turn of its own; to have a text continued, send it "
+                "as the 'prompt' of /v1/completions",
+                param=param,
+            )
 
 
 def check_recordable(forward: Mapping[str, Any]) -> None:

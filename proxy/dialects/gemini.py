@@ -81,6 +81,16 @@ class GeminiDialect(Dialect):
     history_field = "contents"
 
     def parse(self, incoming: Incoming, past: Past) -> Request:
+        request = self._parse(incoming, past)
+        if request.history[-1].message["role"] == "assistant":
+            raise RequestError(
+                "contents: the last one is the model's, and a reply is a turn of its own: end with one of the user or with the results of "
+                "all function calls",
+                param="contents",
+            )
+        return request
+
+    def _parse(self, incoming: Incoming, past: Past) -> Request:
         body, items = _split(incoming.body)
         if "cachedContent" in body:
             raise RequestError(
@@ -114,10 +124,10 @@ class GeminiDialect(Dialect):
         return request
 
     def parse_count(self, incoming: Incoming, past: Past) -> Request:
-        """The request whose prompt is counted: the body, or the one under `generateContentRequest`."""
+        """The request whose prompt is counted: the body, or the one under `generateContentRequest`. Its last content may be the model's."""
         body, _ = _split(incoming.body)
         inner = body.get("generateContentRequest")
-        return self.parse(incoming if inner is None else replace(incoming, body=encode(inner)), past)
+        return self._parse(incoming if inner is None else replace(incoming, body=encode(inner)), past)
 
     def render_count(self, tokens: int) -> bytes:
         return encode({"totalTokens": tokens})

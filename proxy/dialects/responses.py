@@ -21,6 +21,7 @@ from proxy.dialects.base import (
     Reply,
     Request,
     retry_headers,
+    show_logprobs,
 )
 from proxy.dialects.chat import OpenAIDialect, choose_status, describe_error
 from proxy.dialects.fields import decode, encode, split_body
@@ -82,6 +83,8 @@ class ResponsesDialect(OpenAIDialect):
         for key, message in _UNSUPPORTED.items():
             if body.get(key):
                 raise RequestError(message, param=key)
+        if items and any(name in items[-1] for name in (b'"prefix"', b'"partial"')):
+            fields.refuse_prefill(decode(items[-1]), "input")
         sections = split_sections(items)
         tools = fields.objects(body, "tools")
         box = build_toolbox([*tools, *_added_tools(sections)])
@@ -109,7 +112,7 @@ class ResponsesDialect(OpenAIDialect):
         options: ReplyOptions = request.echo
         choice = reply.choices[0]
         output = options.output(choice.call_id)
-        feed(output, content_of(choice.message), choice.finish_reason, choice.logprobs or ())
+        feed(output, content_of(choice.message), choice.finish_reason, show_logprobs(request, choice.logprobs) or ())
         return encode(complete_response(options, reply, choice, output.items))
 
     def open_stream(self, request: Request, reply_id: str, created: int, prompt_tokens: int) -> ResponsesStream:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from proxy.dialects import fields
-from proxy.dialects.base import Choice, Delta, Reply, Request
+from proxy.dialects.base import Choice, Delta, Reply, Request, show_logprobs
 from proxy.dialects.fields import encode
 from proxy.dialects.responses_items import response_id
 from proxy.dialects.responses_output import Event, Output
@@ -161,6 +161,7 @@ class ResponsesStream:
     """Renders one reply as server-sent events with sequence numbers."""
 
     def __init__(self, request: Request, reply_id: str, created: int) -> None:
+        self._request = request
         self._options: ReplyOptions = request.echo
         self._reply_id, self._created, self._model = reply_id, created, request.model
         self._output: Output = self._options.output(reply_id)
@@ -186,7 +187,8 @@ class ResponsesStream:
 
     def close(self, reply: Reply) -> bytes:
         choice = reply.choices[0]
-        events = feed(self._output, self._rest(choice.message), choice.finish_reason, choice.logprobs or ())
+        shown = show_logprobs(self._request, choice.logprobs) or ()
+        events = feed(self._output, self._rest(choice.message), choice.finish_reason, shown)
         complete = complete_response(self._options, reply, choice, self._output.items)
         return self._encode([*events, {"type": f"response.{complete['status']}", "response": complete}])
 

@@ -21,6 +21,8 @@ from urllib.parse import unquote, urlsplit
 import httptools
 from aiohappyeyeballs import AddrInfoType, start_connection
 
+from proxy.timeline import TIMELINE
+
 SocketFactory = Callable[[AddrInfoType], socket.socket]
 
 _NEXT_SECONDS = 0.25
@@ -340,7 +342,8 @@ class _Target:
 
 class Channels:
     """`key` is the engines' API key; `socket_factory` makes the socket for an address; `trace_headers` gives headers for each request.
-    An idle connection is kept `idle_seconds`. `session_header` is the header that carries a session's id, "" for none."""
+    An idle connection is kept `idle_seconds`. `session_header` is the header in which each request that
+    is made for a call carries its session's id, "" for none."""
 
     def __init__(
         self,
@@ -370,10 +373,6 @@ class Channels:
         """The connections without a request."""
         return [channel for channels in self._idle.values() for channel in channels]
 
-    def headers_of(self, session_id: str) -> dict[str, str]:
-        """The headers of a sampling request of the session."""
-        return {self._session_header: session_id} if self._session_header else {}
-
     async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Answer:
         """Post a body, JSON if the headers do not name another type. With the header "Connection: close" over a new connection.
 
@@ -397,6 +396,8 @@ class Channels:
         target = _target(url)
         channel = (None if fresh else self._take_idle(target)) or await self._connect(target)
         authorized = b"" if b"\nAuthorization:" in target.lines else self._key
+        if self._session_header and (timeline := TIMELINE.get()) is not None and timeline.session_id:
+            authorized += _lines({self._session_header: timeline.session_id}).encode("latin-1")
         if self._trace_headers is not None:
             authorized += _lines(self._trace_headers()).encode("latin-1")
         head = b"".join((method, b" ", target.path, target.lines, authorized, more))

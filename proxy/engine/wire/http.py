@@ -95,9 +95,7 @@ class EngineHttp:
         """The decoded answer to a sampling request. Raises RequestError for the engine's 4xx, EngineFailed or EngineUnavailable for the
         rest."""
         try:
-            data = await self._exchange(
-                replica, path, _encode_body(replica, body), self._channels.headers_of(scope.session_id), scope
-            )
+            data = await self._exchange(replica, path, _encode_body(replica, body), scope=scope)
         except (ChannelError, TimeoutError) as error:
             raise self.translate(replica, error, scope) from error
         return _decode(replica, path, data, answer)
@@ -226,7 +224,7 @@ class Answers(Generic[A]):
         self._decode = msgspec.json.Decoder(answer).decode
         self._scope = scope
         self._events = EventDecoder() if stream else None
-        self._headers = {**channels.headers_of(scope.session_id), **headers}
+        self._headers = headers
         self._answer: Answer | None = None
         self._ended = False
         self._error: VerbatimError | None = None
@@ -406,14 +404,19 @@ def _address(replica: Replica, body: Any) -> Any:
 
 
 class UnknownRoute(EngineFailed):
-    """The engine has no such endpoint."""
+    """The engine has no such endpoint. To ask again changes nothing."""
+
+    status = 404
+    code = "not_found"
+    retry_after_seconds = None
 
 
 def refusal(replica: Replica, path: str, status: int, data: bytes) -> VerbatimError:
     """The engine's HTTP error as ours: a 4xx is the caller's fault, the rest the engine's."""
     message, param = _read_message(data)
-    if status == 404 and param == "model":
-        return NotFound(message, param="model")
+    if status == 404 and message not in _NO_ROUTE:
+        # A model, mostly: final, for as long as the engine has the models it has.
+        return NotFound(f"engine {replica.name}: {message[:300]}", param=param)
     if status in (400, 413, 422):
         return _context_error(message) if is_context_overflow(message) else RequestError(message, param=param)
     if status in (401, 403):
@@ -423,6 +426,10 @@ def refusal(replica: Replica, path: str, status: int, data: bytes) -> VerbatimEr
     if status in (404, 405):
         return UnknownRoute(f"engine {replica.name} does not know {path}")
     return EngineFailed(f"engine {replica.name} failed with HTTP {status}: {message[:300]}")
+
+
+_NO_ROUTE = ("", "{}", "Not Found")
+"""What servers say of a path that they do not have."""
 
 
 def is_context_overflow(message: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -28,6 +30,7 @@ from tests.support.engine.template_families import FAMILIES
 from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer, running_redis
 from tests.support.service.running_service import RunningService, Session, streamed_text, wait_until
+from tests.support.service.verbatim_process import ADMIN
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +44,10 @@ def post(session: Session, content: bytes | str, *, key: str | None = "", path: 
     given = session.api_key if key == "" else key
     headers = {"content-type": "application/json"} | ({"Authorization": f"Bearer {given}"} if given else {})
     return plain_http.post(session.base_url + path, content=content, headers=headers)
+
+
+def bearer(session: Session) -> dict[str, str]:
+    return {"Authorization": f"Bearer {session.api_key}"}
 
 
 def with_key(session: Session, key: str) -> OpenAI:
@@ -126,6 +133,11 @@ def test_no_later_rendering_proves_what_a_begun_message_was_continued_with(famil
         b'{"model": "policy", "messages": [{"role": "user", "content": "q"}], "top_logprobs": "two", "logprobs": true}',
         b'{"model": "policy", "messages": [{"role": "assistant", "tool_calls": [{"function": 7}]}, {"role": "user"}]}',
         b'{"model": "policy", "messages": [{"role": "user", "content": [7]}]}',
+        b'{"model": "policy", "messages": [{"role": "\\ud800", "content": "q"}]}',
+        b'{"model": "policy", "messages": [{"role": "", "content": "q"}]}',
+        b'{"model": "policy", "messages": [{"role": "us er", "content": "q"}]}',
+        b'{"model": "policy", "messages": [{"role": "user\\n", "content": "q"}]}',
+        b'{"model": "policy", "messages": [{"role": "\xd1\x83ser", "content": "q"}]}',
     ],
 )
 def test_a_malformed_body_is_refused_in_the_dialects_shape_and_records_nothing(
@@ -140,6 +152,98 @@ def test_a_malformed_body_is_refused_in_the_dialects_shape_and_records_nothing(
     assert "Traceback" not in answer.text
     assert session.calls == []
     assert engine.generations == []
+
+
+PREFILLED = [*QUESTION, {"role": "assistant", "content": "The answer is"}]
+ENDS_IN_THE_REPLY: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat, prefix": (
+        "/v1/chat/completions",
+        {"model": "policy", "messages": [*QUESTION, {"role": "assistant", "content": "The answer is", "prefix": True}]},
+    ),
+    "chat, partial": (
+        "/v1/chat/completions",
+        {"model": "policy", "messages": [*QUESTION, {"role": "assistant", "content": "The answer is", "partial": True}]},
+    ),
+    "responses": (
+        "/v1/responses",
+        {"model": "policy", "input": [*QUESTION, {"role": "assistant", "content": "The answer is", "prefix": True}]},
+    ),
+    "messages": ("/v1/messages", {"model": "policy", "max_tokens": 9, "messages": PREFILLED}),
+    "gemini": (
+        "/v1beta/models/policy:generateContent",
+        {
+            "contents": [
+                {"role": "user", "parts": [{"text": "q"}]},
+                {"role": "model", "parts": [{"text": "The answer is"}]},
+            ]
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ENDS_IN_THE_REPLY)
+def test_a_reply_to_be_continued_is_refused_and_not_answered_by_a_new_turn(
+    engine: ScriptedEngine, service: RunningService, form: str
+) -> None:
+    session = service.session()
+    path, body = ENDS_IN_THE_REPLY[form]
+    answer = plain_http.post(f"{service.url}/s/{session.session_id}{path}", json=body, headers=bearer(session))
+    assert answer.status_code == 400, answer.text
+    assert engine.generations == [] and session.calls == []
+
+
+def test_a_replayed_message_that_was_once_a_prefix_and_an_unset_one_are_taken(
+    engine: ScriptedEngine, service: RunningService
+) -> None:
+    session = service.session()
+    engine.say("a", "b")
+    session.answer([*QUESTION, {"role": "assistant", "content": "The", "prefix": True}, *QUESTION])
+    session.answer([*QUESTION, {"role": "assistant", "content": "The", "prefix": False}])
+    assert len(session.calls) == 2
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "zstd", "GZIP", "gzip, identity"])
+@pytest.mark.parametrize("dialect", ASKED)
+def test_a_compressed_body_is_refused_by_its_name(
+    engine: ScriptedEngine, service: RunningService, dialect: str, encoding: str
+) -> None:
+    session = service.session()
+    path, body = ASKED[dialect]
+    url, packed = f"{service.url}/s/{session.session_id}{path}", gzip.compress(json.dumps(body).encode())
+    answer = plain_http.post(url, content=packed, headers={**bearer(session), "content-encoding": encoding})
+    assert answer.status_code == 415 and f"Content-Encoding '{encoding}'" in answer.text
+    assert "retry-after" not in answer.headers and session.calls == []
+    plain = plain_http.post(url, json=body, headers={**bearer(session), "content-encoding": "identity"})
+    assert plain.status_code == 200, plain.text
+
+
+def test_a_compressed_body_of_the_control_side_is_refused_by_its_name(service: RunningService) -> None:
+    headers = {"Authorization": f"Bearer {ADMIN}", "content-encoding": "gzip"}
+    answer = plain_http.post(f"{service.url}/sessions", content=gzip.compress(b"{}"), headers=headers)
+    assert answer.status_code == 415 and answer.json()["error"]["code"] == "unsupported_encoding"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        Fail(404, "The model `x` does not exist.", "NotFoundError", "model"),
+        Fail(404, "model 'x' not found, try pulling it first"),
+        Fail(404, "Not Found"),
+        Fail(404, ""),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_an_engine_does_not_have_is_final(
+    engine: ScriptedEngine, service: RunningService, said: Fail, stream: bool
+) -> None:
+    """It was a 502 with Retry-After: a harness asked for minutes for what is not there."""
+    token = service.settings.engine_api == "token"
+    engine.fault("/inference/v1/generate" if token else "/v1/chat/completions", said)
+    session = service.session()
+    with pytest.raises(NotFoundError) as refused:
+        session.ask("q", stream=stream)
+    assert "retry-after" not in refused.value.response.headers
+    assert session.calls == [] and session.answer("q")["content"]
 
 
 def test_a_body_beyond_the_limit_is_refused(engine: ScriptedEngine, service: RunningService) -> None:

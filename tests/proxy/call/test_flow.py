@@ -121,9 +121,11 @@ def test_streamed_capture_equals_unstreamed_capture(
     assert {name: one[name] for name in CAPTURED} == {name: other[name] for name in CAPTURED}
     assert without_ids(one["reply"]) == without_ids(other["reply"])
     assert without_ids(assembled) == without_ids(message)
-    # What a harness will replay is what is in the store, ids included.
-    assert one["reply"] == {"content": None, **message}
-    assert other["reply"] == {"content": None, **assembled}
+    for each, call in ((message, one), (assembled, other)):
+        # Harnesses read, and replay, one or the other name of the reasoning.
+        assert each.pop("reasoning", None) == each.get("reasoning_content")
+        # What a harness will replay is what is in the store, ids included.
+        assert call["reply"] == {"content": None, **each}
 
 
 def assemble(stream: Any) -> dict[str, Any]:
@@ -132,7 +134,7 @@ def assemble(stream: Any) -> dict[str, Any]:
     calls: dict[int, dict[str, Any]] = {}
     for chunk in stream:
         delta = chunk.choices[0].delta.model_dump(exclude_none=True)
-        for name in ("content", "reasoning_content"):
+        for name in ("content", "reasoning_content", "reasoning"):
             if delta.get(name):
                 message[name] = message.get(name, "") + delta[name]
         for piece in delta.get("tool_calls", ()):
@@ -151,6 +153,23 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
     if "tool_calls" in kept:
         kept["tool_calls"] = [call["function"] for call in kept["tool_calls"]]
     return kept
+
+
+@pytest.mark.parametrize("names", [("reasoning",), ("reasoning_content",), ("reasoning", "reasoning_content")])
+def test_reasoning_is_taken_back_under_either_of_its_names(
+    engine: ScriptedEngine, service: RunningService, names: tuple[str, ...]
+) -> None:
+    engine.say(engine.family.speak("look it up", reasoning="think", calls=[("lookup", {"key": "a"})]), "found")
+    session = service.session()
+    message = session.answer("q", tools=TOOLS)
+    for name in {"reasoning", "reasoning_content"} - set(names):
+        del message[name]
+    session.answer([turn("user", "q"), message, tool_result(message, "1")], tools=TOOLS)
+    first, second = session.calls
+    assert second["parent_id"] == first["call_id"] and second["messages"][1]["reasoning_content"] == "think"
+    if service.settings.engine_api == "token":
+        (row,), _ = session.trajectories()
+        assert row["call_ids"] == [first["call_id"], second["call_id"]]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -378,7 +397,7 @@ def test_turn_two_begins_with_the_ids_of_turn_one(engine: ScriptedEngine, token_
     session.answer([*asked, message, tool_result(message, "7")], tools=TOOLS)
     first, second = session.calls
     assert second["prompt_ids"][: len(said_of(first))] == said_of(first)
-    assert second["parent_id"] == first["call_id"]
+    assert second["parent_id"] == first["call_id"] and second["messages"][1]["reasoning_content"] == "think"
     assert second["branch_reason"] is None
     rows, _ = session.trajectories()
     assert [row["token_ids"] for row in rows] == [said_of(second)]
@@ -590,7 +609,7 @@ def test_an_aborted_turn_that_is_continued_is_trained_with_a_masked_end(
     session.answer([turn("user", "q"), turn("assistant", "hello world"), turn("user", "go on")])
     first, second = session.calls
     end = len(said_of(first))
-    assert second["parent_id"] == first["call_id"]
+    assert second["parent_id"] == first["call_id"] and second["messages"][1]["reasoning_content"] == "think"
     assert second["prompt_ids"][: end + 1] == [*said_of(first), engine.family.end_id]
     _, accounting = session.trajectories()
     assert accounting["quarantined"] == []
@@ -709,7 +728,7 @@ def test_an_engine_error_leaves_the_tree_as_it_was_and_the_next_turn_is_right(
         assert client.hlen(keys.intents(session.session_id)) == 0
     assert session.answer(following)["content"] == "yes"
     first, second = session.calls
-    assert second["parent_id"] == first["call_id"]
+    assert second["parent_id"] == first["call_id"] and second["messages"][1]["reasoning_content"] == "think"
     assert second["prompt_ids"] == engine.family.render(following)
     assert len(session.trajectories()[0]) == 1
 

@@ -206,13 +206,30 @@ def test_every_choice_has_its_own(engine: ScriptedEngine, token_service: Running
 def test_a_harness_sees_as_many_alternatives_as_it_asked_for(
     engine: ScriptedEngine, token_service: RunningService, asked: int
 ) -> None:
-    """vLLM tells the sampled token alone when none are asked for."""
+    """None where none are asked for, though vLLM then tells the sampled token as its own alternative."""
     engine.say("hello world")
     session = token_service.session(sampling={"top_logprobs": TOP})
     content = session.ask("q", logprobs=True, top_logprobs=asked).choices[0].logprobs.content
-    assert {len(entry.top_logprobs) for entry in content} == {max(asked, 1)}
+    assert {len(entry.top_logprobs) for entry in content} == {asked}
     (row,) = rows_of(session)
     check_top(row)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_without_alternatives_have_none_in_either_dialect(
+    engine: ScriptedEngine, service: RunningService, stream: bool
+) -> None:
+    engine.say("hello world", "hello world")
+    session = service.session()
+    asked = session.ask("q", logprobs=True, stream=stream)
+    chunks = list(asked) if stream else [asked]
+    entries = [entry for chunk in chunks for each in chunk.choices if each.logprobs for entry in each.logprobs.content]
+    assert entries and [entry.top_logprobs for entry in entries] == [[]] * len(entries)
+    include = ["message.output_text.logprobs"]
+    response = session.client.responses.create(model="policy", input="q", include=include, stream=stream)
+    told = next(event.response for event in response if event.type == "response.completed") if stream else response
+    shown = told.output[0].content[0].logprobs
+    assert shown and [entry.top_logprobs for entry in shown] == [[]] * len(shown)
 
 
 def test_what_nobody_asks_for_is_neither_asked_of_the_engine_nor_kept(engine: ScriptedEngine, service: RunningService) -> None:

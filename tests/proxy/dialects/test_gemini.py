@@ -49,8 +49,14 @@ def parsed(body: Any, *, method: str = "generateContent", tree: Draft | None = N
     return DIALECT.parse(asked, tree or Draft(SessionTree(SessionInfo("s", b"", 0.0))))
 
 
+def counted(body: Any) -> Request:
+    """A request to count tokens, whose contents may end in one of the model."""
+    asked = Incoming(json.dumps(body).encode(), {"model": "models/policy", "method": "countTokens"}, {})
+    return DIALECT.parse_count(asked, Draft(SessionTree(SessionInfo("s", b"", 0.0))))
+
+
 def heard(contents: Any) -> list[dict[str, Any]]:
-    return parsed({"contents": contents}).messages
+    return counted({"contents": contents}).messages
 
 
 def model(*parts: Any) -> dict[str, Any]:
@@ -175,7 +181,7 @@ def test_a_response_to_no_call_is_kept() -> None:
 
 def test_made_up_ids_are_the_minted_ones_where_a_signature_names_the_call() -> None:
     signed = {**call("f"), "thoughtSignature": seal(CALL_ID)}
-    seen = parsed({"contents": [*HI, model(signed, call("f")), user(response("f", {}), response("f", {}))]}).history
+    seen = counted({"contents": [*HI, model(signed, call("f")), user(response("f", {}), response("f", {}))]}).history
     assert seen[1].digests.call_ids == (f"call_{CALL_ID}_0", f"call_{CALL_ID}_1")
     assert [message.message["tool_call_id"] for message in seen[2:]] == [f"call_{CALL_ID}_0", f"call_{CALL_ID}_1"]
     assert CALL_ID in seen[1].minted
@@ -203,7 +209,7 @@ def test_a_signature_names_its_call_and_brings_dropped_reasoning_back(alphabet: 
         signature = signature.replace("+", "-").replace("/", "_")
     if alphabet.endswith("padding"):
         signature = signature.rstrip("=")
-    seen = parsed({"contents": [*HI, model(text("said", thoughtSignature=signature))]}).history[1]
+    seen = counted({"contents": [*HI, model(text("said", thoughtSignature=signature))]}).history[1]
     assert seen.minted == (CALL_ID,)
     assert seen.message["reasoning_content"] == "??? >>> ~~~ " * 3
 
@@ -216,7 +222,7 @@ def test_a_thought_that_was_kept_counts_before_the_signature() -> None:
 
 def test_foreign_signatures_mean_nothing() -> None:
     for signature in ("skip_thought_signature_validator", "AAAA", "", 7, None):
-        seen = parsed({"contents": [*HI, model(text("said", thoughtSignature=signature))]}).history[1]
+        seen = counted({"contents": [*HI, model(text("said", thoughtSignature=signature))]}).history[1]
         assert seen.minted == () and "reasoning_content" not in seen.message
 
 
@@ -546,7 +552,7 @@ def test_any_split_of_a_reply_tells_the_whole_of_it(made: tuple[dict[str, Any], 
 
 def replayed(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """The message read from a replay of the parts, which must name its call."""
-    seen = parsed({"contents": [*HI, model(*parts), *HI]}).history[1]
+    seen = counted({"contents": [*HI, model(*parts), *HI]}).history[1]
     assert CALL_ID in seen.minted
     return normal(seen.message)
 

@@ -104,9 +104,12 @@ def test_a_router_is_told_the_session_where_the_operator_wants_it(
         answer = session.ask("hi", stream=stream)
         if stream:
             streamed_text(answer)
-        sampling = [asked for asked in engine.received if asked.path in ("/inference/v1/generate", "/v1/chat/completions")]
-        told = {asked.headers.get("x-session-id") for asked in sampling if asked.body}
-    assert session.session_id in told if header else told == {None}
+        # Probes have no session: a body of their own and empty.
+        told = {asked.path: asked.headers.get("x-session-id") for asked in engine.received if asked.body}
+    steps = {"/v1/chat/completions"}
+    if api == "token":
+        steps = {"/v1/chat/completions/render", "/inference/v1/generate", "/v1/chat/completions/derender"}
+    assert {path: told[path] for path in steps} == dict.fromkeys(steps, session.session_id if header else None)
 
 
 @pytest.mark.parametrize("status", [200, 404])
