@@ -283,8 +283,14 @@ class DeliveryStore:
     async def dead_letters(
         self, limit: int = 100, cursor: str | None = None, reason: str | None = None
     ) -> tuple[Sequence[DeadLetter], str | None]:
-        """A page of those whose reason contains `reason`, newest first, and the cursor of the next page or None."""
-        following, *letters = await self._run("dead_letters", limit, cursor or "", reason or "", LETTERS_LOOKED_AT)
+        """A page of those whose reason contains `reason`, newest first, and the cursor of the next page or None: an empty page is the
+        last."""
+        following = (cursor or "").encode()
+        letters: list[Any] = []
+        while not letters:
+            following, *letters = await self._run("dead_letters", limit, following, reason or "", LETTERS_LOOKED_AT)
+            if not following:
+                break
         return [_parse_letter(letter) for letter in letters], following.decode() or None
 
     async def retry_dead(self, names: Sequence[str], defaults: GroupDefaults, now: float) -> Sequence[str]:

@@ -156,7 +156,8 @@ class SessionListing:
     """All sessions by creation time, also those of each group.
 
     The lists are in other slots than the sessions, written before a session and cleaned after it: readers skip an entry whose session
-    is missing, or was created at another time. A page looks at `LOOKED_AT` entries at most; a short page may still have a cursor.
+    is missing, or was created at another time. A page that has found something ends after `LOOKED_AT` entries: a short page may have a
+    cursor, an empty one is the last.
     """
 
     def __init__(self, connection: StoreConnection, load: Callable[[str], Awaitable[SessionState | None]]) -> None:
@@ -176,7 +177,8 @@ class SessionListing:
     ) -> tuple[list[SessionState], str | None]:
         key = keys.SESSIONS if group_id is None else keys.group_sessions(group_id)
         found: list[SessionState] = []
-        for _ in range(LOOKED_AT // LOADED_AT_ONCE):
+        looked_at = 0
+        while looked_at < LOOKED_AT or not found:
             before = "+" if cursor is None else f"({cursor}"
             raw = await self._redis.execute("ZREVRANGEBYLEX", key, before, "-", "LIMIT", 0, LOADED_AT_ONCE)
             members = [member.decode() for member in raw]
@@ -188,6 +190,7 @@ class SessionListing:
                         return found, cursor
             if len(members) < LOADED_AT_ONCE:
                 return found, None
+            looked_at += len(members)
         return found, cursor
 
     async def _load_members(self, members: list[str]) -> list[SessionState | None]:

@@ -18,7 +18,7 @@ from rollout.task import Task
 
 LOADED_AT_ONCE = 64
 LOOKED_AT = 2048
-"""Listed tasks that one page examines; a short page may still have a cursor."""
+"""Listed tasks after which a page ends that has found something: a short page may have a cursor, an empty one is the last."""
 STRANDED_AT_ONCE = 1000
 """Waiting rollouts of one queue that are noted at once as stranded."""
 EVENTS_AT_ONCE = 500
@@ -88,7 +88,8 @@ class TaskStore:
     async def list_tasks(self, *, status: str | None, limit: int, cursor: str | None) -> tuple[list[TaskState], str | None]:
         """A page, newest first, and the cursor of the next one or None."""
         found: list[TaskState] = []
-        for _ in range(LOOKED_AT // LOADED_AT_ONCE):
+        looked_at = 0
+        while looked_at < LOOKED_AT or not found:
             before = "+inf" if cursor is None else f"({cursor}"
             command = ("ZREVRANGEBYSCORE", keys.LISTING, before, "-inf", "WITHSCORES", "LIMIT", 0, LOADED_AT_ONCE)
             flat = await self._redis.execute(*command)
@@ -101,6 +102,7 @@ class TaskStore:
                         return found, cursor
             if len(states) < LOADED_AT_ONCE:
                 return found, None
+            looked_at += len(states)
         return found, cursor
 
     async def cancel(self, task_id: str, now: float) -> list[RolloutState]:

@@ -155,6 +155,18 @@ async def test_dead_letters_come_newest_first_in_pages_that_survive_what_is_take
     assert seen == ["g6", "g5", "g4", "g3", "g2", "g1", "g0"]
 
 
+async def test_a_page_of_dead_letters_of_a_rare_reason_is_never_empty_before_the_end(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.store.delivery.LETTERS_LOOKED_AT", 2)
+    await fill(store, "rare", member("a"), size=2)
+    await store.delivery.tend(ALL, 60.0, 100.0)
+    for number in range(7):
+        await dead(store, f"g{number}", now=200.0 + number)
+    (letter,), cursor = await store.delivery.dead_letters(3, None, "incomplete")
+    assert letter.group_id == "rare" and cursor is None
+
+
 async def test_dead_letters_are_found_by_a_part_of_their_reason(store: Store) -> None:
     await dead(store, "often")
     await fill(store, "never", member("a"), size=2)

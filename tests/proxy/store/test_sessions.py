@@ -199,6 +199,26 @@ async def test_the_listing_is_newest_first_in_pages_and_filters_by_status_and_gr
     assert [state.info.session_id for state in closed] == ["s20", "s10"]
 
 
+async def test_a_page_of_a_rare_status_is_never_empty_before_the_end(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page ended after so many entries, found or not: whoever stops at an empty page saw nothing."""
+    monkeypatch.setattr("proxy.store.states.LOADED_AT_ONCE", 4)
+    monkeypatch.setattr("proxy.store.states.LOOKED_AT", 8)
+    for i in range(60):
+        await store.sessions.create(session(f"s{i}", created_at=100.0 + i, group_id="g"))
+    for i in (3, 4, 50):
+        await store.sessions.close(f"s{i}", "failed", None, None, 1.0)
+    for group_id in (None, "g"):
+        found: list[str] = []
+        cursor, more = None, True
+        while more:
+            page, cursor = await store.sessions.list_sessions(status="failed", group_id=group_id, limit=2, cursor=cursor)
+            assert page or cursor is None
+            found += [state.info.session_id for state in page]
+            more = cursor is not None
+        assert found == ["s50", "s4", "s3"]
+    assert await store.sessions.list_sessions(status="timeout", group_id=None, limit=2, cursor=None) == ([], None)
+
+
 async def test_the_listing_skips_what_a_crash_left_behind(store: Store) -> None:
     await store.sessions.create(session("s1"))
     await store.sessions._listing.add(session("never-created", created_at=300.0))

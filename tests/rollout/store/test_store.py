@@ -467,6 +467,19 @@ async def test_tasks_are_listed_newest_first_page_by_page(stores: Stores) -> Non
     assert list((await stores.tasks.count_waiting()).values()) == [4]
 
 
+async def test_a_page_of_tasks_of_a_rare_status_is_never_empty_before_the_end(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.store.tasks.LOADED_AT_ONCE", 2)
+    monkeypatch.setattr("rollout.store.tasks.LOOKED_AT", 4)
+    for number in range(12):
+        await stores.submit(f"t{number}")
+    await stores.tasks.cancel("t1", time.time())
+    (state,), cursor = await stores.tasks.list_tasks(status="cancelled", limit=5, cursor=None)
+    assert state.task.task_id == "t1"
+    assert await stores.tasks.list_tasks(status="cancelled", limit=5, cursor=cursor) == ([], None)
+
+
 async def test_a_callback_is_one_servers_at_a_time_until_it_is_delivered(stores: Stores) -> None:
     await stores.submit(callback_url="http://x")
     await stores.tasks.cancel("t", 100.0)
