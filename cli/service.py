@@ -26,6 +26,7 @@ from proxy.errors import StoreUnavailable
 from proxy.settings import Settings
 from proxy.store.connection import StoreConnection
 from proxy.store.embedded import EmbeddedRedis, StoreStartError
+from proxy.store.service import LEVEL, take_level
 from rollout.sweeper import RolloutSettings
 
 log = logging.getLogger(__name__)
@@ -181,7 +182,7 @@ def open_redis(settings: Settings) -> Iterator[tuple[str, Callable[[], None]]]:
     if settings.redis:
         if settings.fsync == "always":
             raise Refusal("--fsync is for the embedded Redis: set `appendfsync always` in your own", exit_code=2)
-        _ping(settings, settings.redis)
+        _check_store(settings, settings.redis)
         yield settings.redis, lambda: None
         return
     if settings.redis_wait_replicas or settings.redis_wait_aof:
@@ -196,13 +197,16 @@ def open_redis(settings: Settings) -> Iterator[tuple[str, Callable[[], None]]]:
             url = embedded.start()
         except StoreStartError as error:
             raise Refusal(error.message) from error
+        _check_store(settings, url)
         yield url, embedded.stop
     finally:
         embedded.stop()
 
 
-def _ping(settings: Settings, url: str) -> None:
-    async def ping() -> None:
+def _check_store(settings: Settings, url: str) -> None:
+    """Returns when it answers and this build may serve it. Raises `Refusal`."""
+
+    async def ping() -> int:
         connection = StoreConnection.to(settings, url)
         try:
             try:
@@ -212,12 +216,19 @@ def _ping(settings: Settings, url: str) -> None:
                 if settings.redis_retry_seconds:
                     log.warning("%s; waiting up to %g s for it", error.message, settings.redis_retry_seconds)
                 await connection.ping(patient=True)
+            return await take_level(connection)
         finally:
             await connection.close()
 
     try:
-        asyncio.run(ping())
+        least = asyncio.run(ping())
     except StoreUnavailable as error:
         raise Refusal(f"{error.message}; start it, correct --redis, or omit --redis for an embedded one") from error
     except ValueError as error:
         raise Refusal(f"--redis is not a Redis URL: {error}", exit_code=2) from error
+    if least:
+        raise Refusal(
+            f"a newer verbatim has served this store: it asks for level {least} and this build has {LEVEL}, which would serve its "
+            "sessions wrongly; install the newer one, or restore a copy from before it",
+            exit_code=2,
+        )

@@ -270,7 +270,9 @@ def _unfinished(intent: Intent, in_flight: Container[str]) -> dict[str, Any]:
 
 
 async def session_rows(services: Services, state: SessionState, builder: str | None = None) -> Built:
-    """`build_rows` on what the store holds of the session, off the event loop."""
+    """`build_rows` on what the store holds of the session, off the event loop. Raises `Unavailable` for a session that only a newer build
+    understands."""
+    state.info.check_understood()
     session_id = state.info.session_id
     records, intents = await asyncio.gather(
         services.sessions.load_records(session_id), services.sessions.load_intents(session_id)

@@ -45,10 +45,11 @@ NAMED_FORKS = 5
 
 
 async def load_session(services: Services, session_id: str) -> SessionState:
-    """Raises `NotFound`."""
+    """Raises `NotFound`, and `Unavailable` for a session that only a newer build understands."""
     state = await services.sessions.load(session_id)
     if state is None:
         raise NotFound(f"there is no session {session_id}")
+    state.info.check_understood()
     return state
 
 
@@ -142,6 +143,8 @@ async def finish_announced(services: Services, *, older_than_seconds: float = SW
 async def _resume(services: Services, announced: Announced) -> None:
     session_id, request = announced.session_id, announced.request
     state = await services.sessions.load(session_id)
+    if state is not None:
+        state.info.check_understood()
     if request is not None and request.status == DELETED:
         # The id may have been reused since: that session is not the one to delete.
         if state is not None and state.info.created_at == request.created_at:
@@ -326,6 +329,7 @@ async def _close_if_idle(services: Services, session_id: str, idle_seconds: floa
     if state is None or state.status in CLOSED:
         await services.sessions.mark_active(session_id, None)
         return False
+    state.info.check_understood()
     now = await services.clock.now()
     intents = await services.sessions.load_intents(session_id)
     active_at = now if await services.peers.in_flight(intents) else state.updated_at

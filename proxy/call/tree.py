@@ -468,6 +468,7 @@ class SessionTrees:
             self.forget(session_id)
             raise NotFound(f"session '{session_id}' does not exist")
         admits(state.info)
+        state.info.check_understood()
         if state.status != "open":
             raise Conflict(f"session '{session_id}' is {state.status}; it takes no more calls")
         if tree is not None and tree.info.created_at != state.info.created_at:
@@ -495,6 +496,8 @@ class SessionTrees:
             return recording
         with Waiting(STORE):
             state = await self._sessions.load(fork.session_id)
+            if state is not None:
+                state.info.check_understood()
             entries = await self._sessions.load_entries(fork.session_id, 0, fork.calls - 1) if fork.calls else []
             records = await self._sessions.resolve(entries)
             delivered = await self._sessions.load_heard(fork.session_id)

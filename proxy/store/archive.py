@@ -123,11 +123,12 @@ def _pack(info: SessionInfo) -> bytes:
 def _strip(info: SessionInfo) -> SessionInfo:
     """What an archive holds of it. Without the key; without its group's rule, since the importing service decides on groups; without role
     rules, since its calls have their roles."""
-    return replace(info, key_hash=NO_KEY, group_rule=None, role_rules=())
+    needs = tuple(name for name in info.needs if name != "roles")
+    return replace(info, key_hash=NO_KEY, group_rule=None, role_rules=(), needs=needs)
 
 
 def _normalize(state: SessionState) -> SessionState:
     """Without what may differ: the same reward may have been set again, and old archives lack `trained`, the echo policy, `replay` and
     `lookahead`."""
-    info = replace(_strip(state.info), trained=True, echo_policy="strict", replay=None, lookahead=None)
+    info = replace(_strip(state.info), trained=True, echo_policy="strict", replay=None, lookahead=None, needs=())
     return replace(state, info=info, updated_at=0.0, unserved=None, replayed_at=None, sampled_tokens=None)

@@ -74,6 +74,10 @@ Engines added at run time, in their own slot; kept until they are removed:
 
     vb:engines             hash    name -> StoredEngine (msgpack): URL or watched name, policy
 
+The build, in its own slot; kept for good:
+
+    vb:level               string  the least level (`proxy.store.service.LEVEL`) of a build that may serve the store
+
 Retention, in its own slot:
 
     vb:{retention}:lock    string  owner of the right to archive and delete; expires
@@ -89,6 +93,7 @@ import msgspec
 SESSIONS = "vb:sessions"
 UNCLOSED = "vb:unclosed"
 
+LEVEL = "vb:level"
 PROCESSES = "vb:processes"
 ENGINES = "vb:engines"
 CUTS = "vb:cuts"

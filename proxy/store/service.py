@@ -183,6 +183,17 @@ class RetentionStore:
         await self._redis.run(Script.read("unlock"), (keys.RETENTION_LOCK,), (owner,))
 
 
+LEVEL = 1
+"""What this build can serve: one more for each change that an older build would serve wrongly without noticing."""
+LEAST_LEVEL = 1
+"""What a build has to reach to serve a store that this one has served."""
+
+
+async def take_level(connection: StoreConnection) -> int:
+    """0 where this build may serve the store, which then keeps what later ones have to reach. Otherwise the level that it asks for."""
+    return int(await connection.run(Script.read("level"), (keys.LEVEL,), (LEVEL, LEAST_LEVEL), patient=True))
+
+
 class RedisClock:
     """The one clock of leases, deadlines and retention: that of the server that holds the groups. Clocks of services on several machines
     differ, and one two hours ahead would end other trainers' leases."""

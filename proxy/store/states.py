@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from proxy.errors import Unavailable
 from proxy.store import keys
 from proxy.store.connection import StoreConnection
 from proxy.store.groups import GroupRule
@@ -47,9 +48,22 @@ class Lookahead:
     timeout_seconds: float = 60.0
 
 
+FEATURES: Mapping[str, Callable[[SessionInfo], bool]] = {
+    "budget": lambda info: info.has_budget,
+    "echo": lambda info: info.echo_policy != "strict",
+    "fork": lambda info: info.replay is not None,
+    "lookahead": lambda info: info.lookahead is not None,
+    "roles": lambda info: bool(info.role_rules),
+    "untrained": lambda info: not info.trained,
+}
+"""What a process has to understand of a session, and which sessions need it: whoever adds a field that changes what a call or a row is
+adds its feature. A build that does not know a feature refuses its sessions, for it would serve them as something else."""
+
+
 @dataclass(frozen=True, slots=True)
 class SessionInfo:
-    """The fields fixed when a session is created. `key_hash` is sha256 of the session's API key; the key is not stored."""
+    """The fields fixed when a session is created. `key_hash` is sha256 of the session's API key; the key is not stored. `needs`: the
+    `FEATURES` that a process has to know to serve it, told by its other fields where they are not stored."""
 
     session_id: str
     key_hash: bytes
@@ -73,6 +87,18 @@ class SessionInfo:
     """The budget (`proxy.call.budget`): calls, sampled tokens, tokens of prompts and replies. None: unlimited."""
     replay: Fork | None = None
     lookahead: Lookahead | None = None
+    needs: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        found = {name for name, has in FEATURES.items() if has(self)}
+        object.__setattr__(self, "needs", tuple(sorted(found.union(self.needs))))
+
+    def check_understood(self) -> None:
+        """Raises Unavailable for a session that a newer build opened with what this one does not know."""
+        if unknown := [name for name in self.needs if name not in FEATURES]:
+            raise Unavailable(
+                f"session '{self.session_id}' needs what this process does not know ({', '.join(unknown)}): a newer one serves it"
+            )
 
     @property
     def has_budget(self) -> bool:
