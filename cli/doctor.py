@@ -132,8 +132,9 @@ def _check_store(control: Control) -> Iterator[Check]:
     from cli.control import Declined
 
     try:
-        control.get("/readyz")
+        notes = control.get("/readyz").get("notes", ())
         yield Check("redis", "ok", "the service's answers")
+        yield from (Check("redis", "note", note) for note in notes)
     except Declined as declined:
         # It names engines, too, which have lines of their own.
         reasons = [part for part in str(declined).split("; ") if not part.startswith("no engine serves")]
@@ -229,6 +230,14 @@ def _judge_redis(info: Mapping[str, Any]) -> Iterator[Check]:
         yield Check("redis", "ok", f"{product} version {version}, {info['used_memory_human']} used of {limit}")
     if holes := describe_holes(info):
         yield Check("redis", "note", holes, REPLACE)
+    if info.get("aof_last_write_status") == "err":
+        yield Check("redis", "fix", "it cannot write its append-only file, and takes no records", "make room on its disk")
+    for fact, what in (
+        ("aof_last_bgrewrite_status", "rewrite its append-only file"),
+        ("rdb_last_bgsave_status", "write a snapshot"),
+    ):
+        if info.get(fact) == "err":
+            yield Check("redis", "note", f"it could not {what}", "see its log, and the room on its disk")
     if not info.get("aof_enabled"):
         yield Check("redis", "note", "no append-only file", "records are lost when it dies: set appendonly yes")
     if info.get("maxmemory") and info.get("maxmemory_policy") != "noeviction":

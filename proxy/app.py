@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -158,6 +159,7 @@ async def _lifespan(
     preparing = asyncio.create_task(services.renderer.prepare())
     await services.pool.start()
     sweeper = asyncio.create_task(_sweep_forever(services))
+    watch = asyncio.create_task(_watch_store(services))
     # Separate from the sweep, which must not wait while an archive is written.
     retention = asyncio.create_task(Retention(services, RetentionStore(store)).run())
     try:
@@ -166,7 +168,7 @@ async def _lifespan(
                 await stack.enter_async_context(addition.running())
             yield
     finally:
-        for task in (preparing, sweeper, retention):
+        for task in (preparing, sweeper, watch, retention):
             task.cancel()
         # The server has waited drain_seconds for answers to be sent; calls still in flight are cut and recorded.
         await services.inflight.drain(0)
@@ -175,6 +177,22 @@ async def _lifespan(
         await services.updater.stop()
         await services.pool.stop()
         await store.close()
+
+
+async def _watch_store(services: Services) -> None:
+    """Say what is wrong with the store once, when it begins: an operator may act before nothing can be recorded."""
+    known: set[str] = set()
+    while True:
+        try:
+            found = await services.sessions.ping()
+        except StoreUnavailable as error:
+            found = [error.message]
+        # Without numbers, which change.
+        told = {re.sub(r"\d+", "", each): each for each in found}
+        for each in told.keys() - known:
+            log.warning("%s", told[each])
+        known = set(told)
+        await asyncio.sleep(choose_sweep_interval(services.settings))
 
 
 async def _sweep_forever(services: Services) -> None:

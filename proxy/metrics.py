@@ -40,6 +40,7 @@ class StoredGroups(Collector):
         self.counts: Mapping[str, int] = {}
         self.totals: Mapping[str, int] = {}
         self.versions_ahead: int | None = None
+        self.free_bytes: int | None = None
 
     def collect(self) -> Iterator[Metric]:
         groups = GaugeMetricFamily("verbatim_store_groups", "Groups by state.", labels=["state"])
@@ -50,6 +51,10 @@ class StoredGroups(Collector):
         for state, number in sorted(self.totals.items()):
             moved.add_metric([state], number)
         yield moved
+        free = GaugeMetricFamily("verbatim_store_free_bytes", "Bytes free on the disk of a store on this machine.")
+        if self.free_bytes is not None:
+            free.add_metric([], self.free_bytes)
+        yield free
         if self.versions_ahead is not None:
             text = "Versions until a group that is begun now is leased."
             yield GaugeMetricFamily("verbatim_admission_versions_ahead", text, value=self.versions_ahead)
@@ -252,6 +257,10 @@ class Metrics:
     def stored_groups(self, counts: Mapping[str, int], totals: Mapping[str, int], versions_ahead: int | None = None) -> None:
         """What the store counts; shown until it is given anew, and not at all before."""
         self._groups.counts, self._groups.totals, self._groups.versions_ahead = counts, totals, versions_ahead
+
+    def stored_free(self, free_bytes: int | None) -> None:
+        """Room on the store's disk; None: not known."""
+        self._groups.free_bytes = free_bytes
 
     def stored_run(self, totals: Sequence[Curve], recent: Sequence[Curve]) -> None:
         """The whole of every curve, and its points of the last hour; shown until they are given anew."""

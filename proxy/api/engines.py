@@ -193,7 +193,10 @@ class Alive(Body, json_schema_extra={"example": {"status": "ok"}}):
 
 
 class Ready(Body, json_schema_extra={"example": {"status": "ready"}}):
+    """`notes`: what is wrong with the store though it serves; left out where nothing is."""
+
     status: Literal["ready"]
+    notes: list[str] | None = None
 
 
 class NotReady(
@@ -221,6 +224,7 @@ async def get_metrics(services: Served) -> Response:
     with contextlib.suppress(StoreUnavailable):
         counts, totals = await asyncio.gather(services.delivery.count_groups(), services.delivery.load_totals())
         services.metrics.stored_groups(counts, totals, await estimate_versions_ahead(services))
+        services.metrics.stored_free(await services.sessions.measure_free())
         services.metrics.stored_run(await services.delivery.load_curves("all"), await load_last_hour(services))
     return Response(services.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -229,10 +233,10 @@ async def get_metrics(services: Served) -> Response:
     "/readyz", responses={200: {"model": Ready, "description": "ready"}, 503: {"model": NotReady, "description": "not ready"}}
 )
 async def check_readiness(services: Served) -> Response:
-    """The service is ready if the store answers and an engine serves."""
-    reasons = []
+    """The service is ready if the store, or a part of it, takes records and an engine serves."""
+    reasons, notes = [], []
     try:
-        await services.sessions.ping()
+        notes = await services.sessions.ping()
     except StoreUnavailable as error:
         reasons.append(error.message)
     engine_ready, reason = services.pool.ready()
@@ -240,4 +244,4 @@ async def check_readiness(services: Served) -> Response:
         reasons.append(f"no engine serves: {reason}")
     if reasons:
         return json_response({"status": "unavailable", "reason": "; ".join(reasons)}, 503)
-    return json_response({"status": "ready"})
+    return json_response({"status": "ready", **({"notes": notes} if notes else {})})

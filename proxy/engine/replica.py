@@ -113,6 +113,8 @@ class Replica:
     in_flight: int = 0
     max_calls: int = 0
     health: Health = field(default_factory=Health)
+    store_problem: str = ""
+    """Why the store could not say which weights it should hold, while that keeps it from serving."""
     unordered_label: str | None = None
     """The last weight label that was not a version."""
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import redis.exceptions as broken
 from redis.crc import key_slot
 
-from proxy.store.node import Command, Node, Place
+from proxy.store.node import SURVEY, Command, Node, Part, Place
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ REDIRECTS = 16
 """How many redirections one command follows."""
 TRY_AGAIN_SECONDS = 0.05
 """Pause while the keys of a slot are on two servers."""
+AWAY = (broken.ConnectionError, broken.TimeoutError, OSError)
 MAP_SECONDS = 2.0
 """How long one server may take to send the slot map."""
 
@@ -68,16 +70,14 @@ class Cluster:
                 place, asking = successor, False
         raise refused or broken.ClusterError(f"the cluster redirected a command more than {REDIRECTS} times")
 
-    async def ping(self) -> None:
-        version = self._version
-        try:
-            await self._send_to_all(("PING",))
-        except (broken.ConnectionError, broken.TimeoutError):
+    async def survey(self, seconds: float) -> list[Part]:
+        await self._find_holder(None)
+        version, parts = self._version, await self._survey(seconds)
+        if any(isinstance(part.error, AWAY) for part in parts):
+            # Its replica may have taken over.
             await self._read_map(version)
-            await self._send_to_all(("PING",))
-
-    async def read_info(self) -> list[dict[str, Any]]:
-        return await self._send_to_all(("INFO",))
+            parts = await self._survey(seconds)
+        return parts
 
     def distrust(self) -> None:
         self._holders = []
@@ -87,12 +87,30 @@ class Cluster:
     async def close(self) -> None:
         await asyncio.gather(*(node.close() for node in self._nodes.values()))
 
-    async def _send_to_all(self, command: Command) -> list[Any]:
-        """The answer of every primary."""
-        await self._find_holder(None)
-        primaries = dict.fromkeys(place for place in self._holders if place is not None)
-        answers = await asyncio.gather(*(self._node(place).send(None, [command]) for place in primaries))
-        return [answer for (answer,) in answers]
+    async def _survey(self, seconds: float) -> list[Part]:
+        slots = Counter(self._holders)
+        unheld = slots.pop(None, 0)
+        parts = await asyncio.gather(
+            *(self._survey_part(place, number, seconds) for place, number in slots.items() if place is not None)
+        )
+        missing = Part("nowhere", {}, broken.ClusterDownError("no server of the cluster holds the slots"), unheld)
+        return [*parts, missing] if unheld else parts
+
+    async def _survey_part(self, place: Place, slots: int, seconds: float) -> Part:
+        name = f"{place[0]}:{place[1]}"
+        error: Exception
+        try:
+            async with asyncio.timeout(seconds):
+                facts, _, cluster = await self._node(place).send(None, (*SURVEY, ("CLUSTER", "INFO")))
+            if b"cluster_state:ok" in cluster:
+                return Part(name, facts, None, slots)
+            # The server takes no keys then, though it has some.
+            error = broken.ClusterDownError("the cluster is down: too many of its servers are away")
+        except TimeoutError:
+            error = broken.TimeoutError(f"it did not answer within {seconds:g} s")
+        except (broken.RedisError, OSError) as refused:
+            error = refused
+        return Part(name, {}, error, slots)
 
     async def _find_holder(self, key: str | None) -> Place:
         """The primary of the key's slot, any primary for None. Raises ClusterDownError when no server holds the slot."""

@@ -14,17 +14,20 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
+import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import redis.exceptions as broken
 
 from proxy.errors import StoreUnavailable
-from proxy.store.cluster import Cluster
-from proxy.store.node import Address, Argument, Command, Link, Node, Place, goes_through_pipe
+from proxy.store.cluster import SLOTS, Cluster
+from proxy.store.node import Address, Argument, Command, Link, Node, Part, Place, goes_through_pipe, speaks_tls
 from proxy.timeline import Deadline
 
 if TYPE_CHECKING:
@@ -34,15 +37,48 @@ __all__ = ["Argument", "Script", "StoreConnection"]
 
 log = logging.getLogger(__name__)
 
+REFUSALS = {
+    "OOM": "is full (OOM: maxmemory): raise maxmemory or shorten retention",
+    "MISCONF": "cannot write to its disk (MISCONF): make room there, or see its log",
+    "NOPERM": "forbids its user a command that the service needs (NOPERM)",
+    "NOAUTH": "refuses the login (NOAUTH): correct user and password in its URL",
+    "WAITAOF": "cannot say what is on its disk: it refuses WAITAOF, which redis_wait_aof needs",
+    "LOADING": "is loading its file (LOADING)",
+    "READONLY": "is a replica now (READONLY)",
+    "MASTERDOWN": "has lost its master (MASTERDOWN)",
+    "NOREPLICAS": "has too few replicas to take a write (NOREPLICAS)",
+    "CLUSTERDOWN": "is down as a cluster: a part of its slots has no server (CLUSTERDOWN)",
+    "TRYAGAIN": "is moving the session's slot (TRYAGAIN)",
+    "MOVED": "is moving the session's slot (MOVED)",
+    "ASK": "is moving the session's slot (ASK)",
+    "BUSY": "is busy with a script (BUSY)",
+}
+"""What an error code means. Any other error reply is a bug in this program and propagates."""
 LASTING = ("OOM", "MISCONF", "NOPERM", "NOAUTH", "WAITAOF")
-"""Error codes that last until an operator acts. WAITAOF is no code, but the first word of the error that refuses it."""
-PASSING = ("LOADING", "READONLY", "MASTERDOWN", "NOREPLICAS", "CLUSTERDOWN", "TRYAGAIN", "MOVED", "ASK", "BUSY")
-"""Error codes that pass by themselves. Any other error reply is a bug in this program and propagates."""
-LASTING_ERRORS = (broken.OutOfMemoryError, broken.NoPermissionError, broken.AuthenticationError)
-PASSING_ERRORS = (broken.ReadOnlyError, broken.TryAgainError, broken.ClusterDownError, broken.AskError)
-"""The same codes where redis-py raises a class of their own, whose message lacks the code."""
+"""Those that last until an operator acts. WAITAOF is no code, but the first word of the error that refuses it."""
+CLASSES = {
+    broken.OutOfMemoryError: "OOM",
+    broken.NoPermissionError: "NOPERM",
+    broken.AuthenticationError: "NOAUTH",
+    broken.ReadOnlyError: "READONLY",
+    broken.TryAgainError: "TRYAGAIN",
+    broken.MasterDownError: "MASTERDOWN",
+    broken.ClusterDownError: "CLUSTERDOWN",
+    broken.AskError: "ASK",
+    broken.BusyLoadingError: "LOADING",
+}
+"""The same where redis-py raises a class of their own, whose message lacks the code."""
+FAILED = {
+    "aof_last_bgrewrite_status": "could not rewrite its append-only file, which grows until it can: see its log, and the room on its disk",
+    "rdb_last_bgsave_status": "could not write its last snapshot: see its log, and the room on its disk",
+}
+"""Facts of INFO that say `err` of a server that still takes records."""
 GONE = (broken.ConnectionError, broken.TimeoutError, broken.ClusterError, OSError)
 
+LOW_BYTES = 2**30
+"""Less room than this on the store's disk is said before there is none."""
+PART_SECONDS = 2.0
+"""How long one server of a cluster may take to say how it is."""
 CONNECT_SECONDS = 2.0
 PAUSES = (0.05, 0.1, 0.2, 0.4)
 """Pauses between the tries of a patient script, in seconds; the last one repeats."""
@@ -93,6 +129,8 @@ class StoreConnection:
         self._wait_aof = wait_aof
         self._durability = _make_durability(wait_replicas, wait_aof, int(timeout_seconds * 500))
         self._link: Link | None = None
+        self._folder: Path | None = None
+        """Where the server keeps its files, once it has said so."""
         self._closed = False
         self._opening = asyncio.Lock()
         # redis-py's pools raise or poll when they are exhausted; here commands queue for a connection.
@@ -132,25 +170,77 @@ class StoreConnection:
         return (await (self._retry(attempt) if patient else attempt()))[0]
 
     async def ping(self, *, patient: bool = False) -> None:
-        """Returns when every server that holds keys has answered."""
-        attempt = partial(self._guard, lambda link: link.ping())
-        await (self._retry(attempt) if patient else attempt())
+        """Returns when a server that holds keys answers."""
+        await (self._retry(self.read_info) if patient else self.read_info())
 
-    async def read_info(self) -> list[dict[str, Any]]:
-        """INFO of every server that holds keys."""
-        found: list[dict[str, Any]] = await self._guard(lambda link: link.read_info())
+    async def read_info(self) -> list[Mapping[str, Any]]:
+        """INFO of every server that holds keys and answers, at least one."""
+        parts = await self._survey()
+        found = [part.facts for part in parts if part.error is None]
+        if not found:
+            raise self._judge(parts[0]) or StoreUnavailable(f"the Redis at {self.place} does not answer")
         return found
 
-    async def check_room(self) -> None:
-        """Returns when every server that holds keys answers and has room for writes. Raises `Lasting` when one is full."""
-        for facts in await self.read_info():
-            most, used = int(facts.get("maxmemory", 0)), int(facts.get("used_memory", 0))
-            # Redis's own rule: mem_not_counted_for_evict in INFO.
-            if most and used - int(facts.get("mem_not_counted_for_evict", 0)) > most:
-                raise Lasting(
-                    f"the Redis at {self.place} is full: it uses {used} of {most} bytes (maxmemory); raise maxmemory or shorten "
-                    "retention"
-                )
+    async def check(self) -> list[str]:
+        """What is wrong with a store that serves, a sentence each. Raises `StoreUnavailable` when it serves nothing: it does not answer,
+        is full, or cannot write to its disk."""
+        parts = await self._survey()
+        judged = [(part, self._judge(part)) for part in parts]
+        refused = [(part, why) for part, why in judged if why is not None]
+        if len(refused) == len(parts):
+            raise refused[0][1]
+        notes = [
+            f"a part of the store is away, {part.slots} of {SLOTS} slots ({part.name}), and calls of its sessions get 503: {why.message}"
+            for part, why in refused
+        ]
+        for part in parts:
+            notes += [
+                f"the Redis at {part.name or self.place} {words}"
+                for fact, words in FAILED.items()
+                if part.facts.get(fact) == "err"
+            ]
+        free = await self.measure_free()
+        if free is not None and free < LOW_BYTES:
+            notes.append(
+                f"less than {LOW_BYTES / 2**20:.0f} MiB is free where the Redis at {self.place} keeps its files: without room it takes no "
+                "records, so make some"
+            )
+        return notes
+
+    async def measure_free(self) -> int | None:
+        """Bytes that are free where the server keeps its files; None where it is on another machine, or does not say."""
+        if not self._address.url.startswith("unix:"):
+            return None
+        if self._folder is None:
+            try:
+                _, folder = await self.execute("CONFIG", "GET", "dir")
+            except (StoreUnavailable, broken.ResponseError, ValueError):
+                return None
+            self._folder = Path(os.fsdecode(folder))
+        try:
+            return shutil.disk_usage(self._folder).free
+        except OSError:
+            return None
+
+    async def _survey(self) -> list[Part]:
+        seconds = min(PART_SECONDS, self.timeout_seconds / 3)
+        parts: list[Part] = await self._guard(lambda link: link.survey(seconds))
+        return parts
+
+    def _judge(self, part: Part) -> StoreUnavailable | None:
+        """Why the part takes no records."""
+        if part.error is not None:
+            return self._translate(part.error) or StoreUnavailable(f"the Redis at {part.name} refuses to answer: {part.error}")
+        place, facts = part.name or self.place, part.facts
+        if facts.get("aof_last_write_status") == "err":
+            return Lasting(f"the Redis at {place} {REFUSALS['MISCONF']}")
+        most, used = int(facts.get("maxmemory", 0)), int(facts.get("used_memory", 0))
+        # Redis's own rule: mem_not_counted_for_evict in INFO.
+        if most and used - int(facts.get("mem_not_counted_for_evict", 0)) > most:
+            return Lasting(
+                f"the Redis at {place} is full: it uses {used} of {most} bytes (maxmemory); raise maxmemory or shorten retention"
+            )
+        return None
 
     async def close(self) -> None:
         """For good: later commands raise `Lasting` and open no connection."""
@@ -205,17 +295,21 @@ class StoreConnection:
             raise
         except TimeoutError as error:
             raise self._time_out(waiting) from error
-        except LASTING_ERRORS as error:
-            raise self._unavailable(error, Lasting) from error
-        except (*GONE, *PASSING_ERRORS) as error:
-            self._distrust_demoted(error)
-            raise self._unavailable(error, StoreUnavailable) from error
-        except broken.ResponseError as error:
-            kind = _classify(error)
-            if kind is None:
+        except (*GONE, broken.ResponseError) as error:
+            unavailable = self._translate(error)
+            if unavailable is None:
                 raise
             self._distrust_demoted(error)
-            raise self._unavailable(error, kind) from error
+            raise unavailable from error
+
+    def _translate(self, error: Exception) -> StoreUnavailable | None:
+        """None for a bug in this program. The message says what the server refuses in words: a script's error quotes the script."""
+        if code := _find_code(error):
+            kind = Lasting if code in LASTING else StoreUnavailable
+            return kind(f"the Redis at {self.place} {REFUSALS[code]}")
+        if isinstance(error, GONE):
+            return StoreUnavailable(f"the Redis at {self.place} does not answer: {type(error).__name__}: {error}")
+        return None
 
     async def _open(self) -> Link:
         async with self._opening:
@@ -231,15 +325,28 @@ class StoreConnection:
         return Lasting(f"the connection to the Redis at {self.place} was closed")
 
     async def _connect(self) -> Link:
+        try:
+            return await self._reach()
+        except (broken.ConnectionError, OSError) as error:
+            if (
+                "refused" not in str(error)
+                and self._address.url.startswith("redis:")
+                and await speaks_tls(*self._address.places)
+            ):
+                raise Lasting(f"the Redis at {self.place} speaks TLS: its URL begins with rediss, not redis") from error
+            raise
+
+    async def _reach(self) -> Link:
         link = self._make_link()
         try:
-            facts = await link.read_info()
-            if facts[0].get("cluster_enabled") and isinstance(link, Node):
+            parts = await link.survey(min(PART_SECONDS, self.timeout_seconds / 3))
+            if parts[0].facts.get("cluster_enabled") and isinstance(link, Node):
                 await link.close()
                 link = Cluster(self._address.places, self._node)
-                facts = await link.read_info()
-            for each in facts:
-                self._check(each)
+                parts = await link.survey(min(PART_SECONDS, self.timeout_seconds / 3))
+            for part in parts:
+                if part.error is None:
+                    self._check(part.facts)
         except BaseException:
             # Cancellation too: nothing else could close its sockets.
             await link.close()
@@ -307,9 +414,6 @@ class StoreConnection:
             self._link.distrust()
         return StoreUnavailable(f"the Redis at {self.place} did not answer within {self.timeout_seconds:g} s")
 
-    def _unavailable(self, error: Exception, kind: type[StoreUnavailable]) -> StoreUnavailable:
-        return kind(f"the Redis at {self.place} did not take the command: {type(error).__name__}: {error}")
-
 
 def _make_durability(replicas: int, aof: bool, milliseconds: int) -> Sequence[Command]:
     """The command sent behind a durable script, if the settings ask for one."""
@@ -318,9 +422,12 @@ def _make_durability(replicas: int, aof: bool, milliseconds: int) -> Sequence[Co
     return (("WAIT", replicas, milliseconds),) if replicas else ()
 
 
-def _classify(error: broken.ResponseError) -> type[StoreUnavailable] | None:
-    """The error for a reply, also one quoted from inside a script; None: a bug in this program."""
+def _find_code(error: Exception) -> str:
+    """The error code of a reply, also one quoted from inside a script; empty: none that is known."""
+    for kind, code in CLASSES.items():
+        if isinstance(error, kind):
+            return code
+    if not isinstance(error, broken.ResponseError):
+        return ""
     words = str(error).replace("-", " ").replace(":", " ").split()
-    if any(code in words for code in LASTING):
-        return Lasting
-    return StoreUnavailable if any(code in words for code in PASSING) else None
+    return next((code for code in REFUSALS if code in words), "")

@@ -7,12 +7,14 @@ connection (`Pipe`); every other command takes one from redis-py's pool.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
+import ssl
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
-from urllib.parse import SplitResult, quote, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, quote, unquote, urlsplit
 
 import hiredis
 import redis.asyncio as redis
@@ -33,6 +35,8 @@ Command = Sequence[Argument]
 SENTINEL_SECONDS = 2.0
 """How long one Sentinel may take to answer."""
 
+SURVEY: Sequence[Command] = (("INFO",), ("PING",))
+"""INFO is always answered; PING is refused while the server loads its file, and while its disk takes no writes."""
 _ASKING: Command = ("ASKING",)
 _SCRIPTS = ("EVALSHA", "EVAL")
 _CLOSED = "handler is closed"
@@ -44,6 +48,17 @@ def goes_through_pipe(commands: Sequence[Command]) -> bool:
     return len(commands) == 1 and commands[0][0] in _SCRIPTS
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A server that holds keys: what INFO says, or the `error` for which it takes no commands. `name` is empty for the only one, `slots`
+    how many of a cluster's slots it holds."""
+
+    name: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    error: Exception | None = None
+    slots: int = 0
+
+
 class Link(Protocol):
     """The way to the server that holds a key: `Node` or `proxy.store.cluster.Cluster`. Raises redis-py's errors."""
 
@@ -51,12 +66,9 @@ class Link(Protocol):
         """The answers, all from one connection to the server of `key`; None: to any server."""
         ...
 
-    async def ping(self) -> None:
-        """Returns when every server that holds keys has answered."""
-        ...
-
-    async def read_info(self) -> list[dict[str, Any]]:
-        """INFO of every server that holds keys."""
+    async def survey(self, seconds: float) -> list[Part]:
+        """Every server that holds keys. A part of a cluster that does not answer within `seconds` is away; where there is one server, its
+        error is raised."""
         ...
 
     def distrust(self) -> None:
@@ -97,11 +109,8 @@ class Node:
                 # It was closed while a connection was being opened here.
                 await self._close_clients()
 
-    async def ping(self) -> None:
-        await self.send(None, [("PING",)])
-
-    async def read_info(self) -> list[dict[str, Any]]:
-        return await self.send(None, [("INFO",)])
+    async def survey(self, seconds: float) -> list[Part]:
+        return [Part(facts=(await self.send(None, SURVEY))[0])]
 
     def distrust(self) -> None:
         self._distrusted = True
@@ -183,6 +192,21 @@ class Node:
     async def _close_clients(self) -> None:
         for client in (self._client, *self._sentinels):
             await client.aclose()
+
+
+async def speaks_tls(place: Place) -> bool:
+    """Whether a server there answers a TLS handshake."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        async with asyncio.timeout(SENTINEL_SECONDS):
+            _, writer = await asyncio.open_connection(*place, ssl=context)
+        writer.close()
+        return True
+    except ssl.SSLError as error:
+        return error.reason not in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
+    except (OSError, TimeoutError):
+        return False
 
 
 class _OnceMore(Retry):
@@ -366,6 +390,7 @@ class Address:
         scheme, _, kind = parts.scheme.partition("+")
         if kind not in ("", "cluster", "sentinel") or scheme not in ("redis", "rediss", "unix") or (kind and scheme == "unix"):
             raise ValueError("it begins with redis://, rediss://, redis+cluster://, redis+sentinel:// or unix://")
+        _check_options(parts)
         if not kind:
             if scheme == "unix":
                 return _parse_socket(parts)
@@ -386,6 +411,23 @@ class Address:
     def sentinel(self, place: Place) -> str:
         """The redis:// URL of the Sentinel at `place`, which has neither users nor databases."""
         return _join(urlsplit(self.url), _netloc(place), "")
+
+
+def _check_options(parts: SplitResult) -> None:
+    """Raises ValueError for an option that no connection takes, and for files that are not there."""
+    scheme = parts.scheme.partition("+")[0]
+    kind = {"redis": redis.Connection, "rediss": SSLConnection, "unix": redis.UnixDomainSocketConnection}[scheme]
+    try:
+        given = parse_url(SplitResult(scheme, "", "/0" if scheme != "unix" else "/", parts.query, "").geturl())
+    except ValueError as error:
+        raise ValueError(f"what follows ? is wrong: {error}") from error
+    options = {name: value for name, value in given.items() if name in parse_qs(parts.query)}
+    known = {name for each in kind.__mro__ for name in inspect.signature(each).parameters} - {"self", "args", "kwargs"}
+    for name, value in options.items():
+        near = "; those of TLS need rediss://" if name.startswith("ssl_") and scheme != "rediss" else ""
+        _require(name in known, f"{name!r} is not an option of a connection{near}")
+        named = name in ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
+        _require(not named or os.path.exists(str(value)), f"{name} names {value}, which is not there")
 
 
 def _parse_socket(parts: SplitResult) -> Address:

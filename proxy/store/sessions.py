@@ -57,9 +57,13 @@ class SessionStore:
         self._answers = Answers(self._write_answers)
         self._listing = SessionListing(connection, self.load)
 
-    async def ping(self) -> None:
-        """Returns when the store answers and has room for records."""
-        await self._redis.check_room()
+    async def ping(self) -> list[str]:
+        """Returns when the store takes records, of some sessions at least. A sentence for each thing that is wrong nevertheless."""
+        return await self._redis.check()
+
+    async def measure_free(self) -> int | None:
+        """Bytes free on the store's disk; None where they are not known."""
+        return await self._redis.measure_free()
 
     async def create(self, info: SessionInfo) -> bool:
         """False when another session of that id exists. Repeating a creation is a no-op and True."""

@@ -25,7 +25,7 @@ from proxy.engine.pool.standing import Standing, Watches
 from proxy.engine.replica import Health, HealthRule, Replica
 from proxy.engine.wire.channels import Channels
 from proxy.engine.wire.http import EngineHttp
-from proxy.errors import EngineUnavailable, NotFound, VerbatimError
+from proxy.errors import EngineUnavailable, NotFound, StoreUnavailable, VerbatimError
 from proxy.metrics import Metrics
 from proxy.settings import Settings
 from proxy.store.service import EngineStore
@@ -99,9 +99,12 @@ class EnginePool:
         return [replica for replica in self.replicas if replica.policy == policy]
 
     def serving(self, policy: str) -> list[Replica]:
-        """The policy's replicas that serve, at least one. Raises EngineUnavailable with every replica's reason."""
+        """The policy's replicas that serve, at least one. Raises EngineUnavailable with every replica's reason, and StoreUnavailable if
+        one of them would serve but for the store."""
         serving = [replica for replica in self.of(policy) if replica.healthy]
         if not serving:
+            if problem := next((replica.store_problem for replica in self.of(policy) if replica.store_problem), ""):
+                raise StoreUnavailable(problem)
             raise EngineUnavailable(f"no engine can take the call: {self._reasons(self.of(policy))}")
         return serving
 
@@ -167,9 +170,9 @@ class EnginePool:
         """The models harnesses may ask for now, with the window of each in tokens."""
         return catalogue(self.replicas)
 
-    def mark_failed(self, replica: Replica, reason: str) -> None:
-        """Send no more calls there, and visit it at once."""
-        self._standing.set_down(replica, reason)
+    def mark_failed(self, replica: Replica, reason: str, store_problem: str = "") -> None:
+        """Send no more calls there, and visit it at once. `store_problem`: see `Standing.set_down`."""
+        self._standing.set_down(replica, reason, store_problem)
         self._watches.wake(replica)
 
     def mark_serving(self, replica: Replica) -> None:
@@ -248,6 +251,8 @@ class EnginePool:
         try:
             if self.admit_weights is not None:
                 await self.admit_weights(replica)
+        except StoreUnavailable as error:
+            self._standing.leave(replica, error.message)
         except VerbatimError as error:
             self._standing.set_down(replica, error.message)
         except Exception:

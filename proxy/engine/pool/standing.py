@@ -59,16 +59,21 @@ class Standing:
             missing = replica.health.missing_probes
             self.set_down(replica, f"it failed repeatedly; {missing} more good probes and it serves again")
 
+    def leave(self, replica: Replica, store_problem: str) -> None:
+        """The store could not tell which weights it should hold. That says nothing about the engine: what serves goes on."""
+        if not replica.healthy:
+            self.set_down(replica, f"its weights are not known: {store_problem}", store_problem)
+
     def admit_updated(self, replica: Replica) -> None:
         """It serves, unless it has to answer more probes."""
         if replica.health.has_recovered:
             self._set_up(replica)
 
-    def set_down(self, replica: Replica, reason: str) -> None:
-        """Stop serving, for a reason that does not count as a failure."""
+    def set_down(self, replica: Replica, reason: str, store_problem: str = "") -> None:
+        """Stop serving, for a reason that does not count as a failure. `store_problem`: it is the store's."""
         if replica.healthy or replica.reason != reason:
             log.warning("engine %s does not serve: %s", replica.name, reason)
-        replica.healthy, replica.reason = False, reason
+        replica.healthy, replica.reason, replica.store_problem = False, reason, store_problem
 
     def _eject(self, replica: Replica, reason: str) -> None:
         if replica.healthy:
@@ -81,7 +86,7 @@ class Standing:
             return
         if not replica.healthy:
             log.info("engine %s serves (%s, weights %s)", replica.name, replica.api, replica.weight_version)
-        replica.healthy, replica.reason = True, ""
+        replica.healthy, replica.reason, replica.store_problem = True, "", ""
         self._seats.dispatch(replica.policy)
 
 

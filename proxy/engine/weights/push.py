@@ -205,7 +205,9 @@ class WeightUpdater:
     def _settle_pool(self, replicas: Sequence[Replica], outcomes: Sequence[Outcome], applied: bool) -> None:
         for replica, outcome in zip(replicas, outcomes, strict=True):
             if outcome.error is not None and (applied or isinstance(outcome.error, ReplicaLeft)):
-                self._pool.mark_failed(replica, f"new weights failed: {outcome.error.message}")
+                cause = outcome.error.__cause__
+                problem = cause.message if isinstance(cause, StoreUnavailable) else ""
+                self._pool.mark_failed(replica, f"new weights failed: {outcome.error.message}", problem)
 
     def _answer(self, push: Push, outcomes: Sequence[Outcome], applied: bool, seconds: float) -> dict[str, Any]:
         results = {outcome.name: outcome.as_wire() for outcome in outcomes}

@@ -189,7 +189,7 @@ async def test_records_are_read_and_calls_wait_while_the_slot_of_their_session_m
     for _ in range(3):
         with moving(cluster, "s") as move:
             move(1)
-            with pytest.raises(StoreUnavailable, match="TryAgain"):
+            with pytest.raises(StoreUnavailable, match="TRYAGAIN"):
                 await stored.sessions.begin("s", calls, intent("between"))
             move(100)
             read = await asyncio.gather(*(stored.sessions.load_records("s") for _ in range(30)))
@@ -386,9 +386,33 @@ def test_a_redis_of_ones_own_is_not_told_when_to_sync() -> None:
 
 
 def test_a_redis_url_that_makes_no_sense_is_said_in_one_sentence() -> None:
-    done = verbatim("serve", "--engine", "http://127.0.0.1:9", "--redis", "redis+cluster://a/3")
-    assert done.returncode == 2
-    assert "database 0" in done.stderr
+    for url in ("redis+cluster://a/3", "redis://a/0?tiemout=3"):
+        done = verbatim("serve", "--engine", "http://127.0.0.1:9", "--redis", url)
+        assert done.returncode == 2
+        assert ("database 0" if "cluster" in url else "'tiemout' is not an option of a connection") in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("redis://a?max_connections=3", "'max_connections' is not an option"),
+        ("redis+sentinel://a/b?nothing=1", "'nothing' is not an option"),
+        ("redis://a?socket_timeout=soon", "socket_timeout"),
+        ("redis://a?ssl_ca_certs=/etc/hosts", "need rediss://"),
+        ("rediss://a?ssl_ca_certs=/none/ca.pem", "ssl_ca_certs names /none/ca.pem, which is not there"),
+        ("rediss+cluster://a?ssl_keyfile=/none/key.pem", "ssl_keyfile names /none/key.pem"),
+    ],
+)
+def test_options_of_a_redis_url_are_checked_and_files_named(options: str, says: str) -> None:
+    """They ended in a traceback, at the first command."""
+    with pytest.raises(ValueError, match=re.escape(says)):
+        Address.parse(options)
+
+
+def test_options_that_connections_take_are_left_to_them() -> None:
+    for url in ("redis://a?health_check_interval=3", "rediss://a?ssl_cert_reqs=none&ssl_ca_certs=/etc/hosts", "unix:///s?db=1"):
+        assert Address.parse(url).url.endswith(url.partition("?")[2])
 
 
 async def test_settings_that_the_redis_cannot_keep_are_said_at_the_start() -> None:
@@ -469,11 +493,13 @@ def until(happened: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.02)
 
 
-def test_an_address_names_its_servers_and_never_its_password() -> None:
-    address = Address.parse("rediss+cluster://me:secret@a:1,b,[::1]:3/?ssl_ca_certs=/ca.pem")
+def test_an_address_names_its_servers_and_never_its_password(tmp_path: Path) -> None:
+    authority = tmp_path / "ca.pem"
+    authority.touch()
+    address = Address.parse(f"rediss+cluster://me:secret@a:1,b,[::1]:3/?ssl_ca_certs={authority}")
     assert (address.kind, address.places) == ("cluster", (("a", 1), ("b", 6379), ("::1", 3)))
     assert address.name == "a:1,b,[::1]:3"
-    assert address.server(("::1", 3)) == "rediss://me:secret@[::1]:3?ssl_ca_certs=/ca.pem"
+    assert address.server(("::1", 3)) == f"rediss://me:secret@[::1]:3?ssl_ca_certs={authority}"
     watched = Address.parse("redis+sentinel://:secret@h1,h2:5/mymaster/4")
     assert (watched.places, watched.service, watched.db) == ((("h1", 26379), ("h2", 5)), "mymaster", "4")
     assert watched.server(("m", 7)) == "redis://:secret@m:7/4"

@@ -183,7 +183,7 @@ def test_a_loop_that_stood_still_while_it_connected_has_not_been_refused(redis_u
 
     async def ask() -> None:
         node = Node(redis_url, max_connections=1, connect_seconds=0.1)
-        asking = asyncio.ensure_future(node.ping())
+        asking = asyncio.ensure_future(node.send(None, [("PING",)]))
         await asyncio.sleep(0)
         time.sleep(0.2)  # noqa: ASYNC251 - it is what stands still
         await asking
@@ -199,7 +199,7 @@ async def test_a_server_that_takes_no_connection_is_given_up() -> None:
         with socket.create_connection(full.getsockname()):
             node = Node(f"redis://127.0.0.1:{full.getsockname()[1]}", max_connections=1, connect_seconds=0.1)
             with pytest.raises(redis.TimeoutError, match="connecting"):
-                await node.ping()
+                await node.send(None, [("PING",)])
             await node.close()
 
 

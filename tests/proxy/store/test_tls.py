@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import redis
 
+from proxy.errors import StoreUnavailable
+from proxy.store.connection import StoreConnection
 from tests.cli.serving.test_tls import make
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import RedisServer, free_port, running_redis, running_sentinel
@@ -102,6 +104,18 @@ def test_a_redis_whose_certificate_is_of_another_authority_is_not_used(tmp_path:
             wait_until(lambda: "waiting up to" in service.stderr, 60, "it says so")
             assert "certificate" in service.stderr.lower() and PASSWORD not in service.stderr
         assert (front.encrypted, front.plain) == (0, 0)
+
+
+async def test_a_url_without_tls_to_a_port_with_it_says_so(tmp_path: Path) -> None:
+    """It said "Error UNKNOWN"."""
+    certificate, key = make(tmp_path / "authority")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    async with await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0, ssl=context) as encrypting:
+        connection = StoreConnection(f"redis://127.0.0.1:{encrypting.sockets[0].getsockname()[1]}")
+        with pytest.raises(StoreUnavailable, match="speaks TLS: its URL begins with rediss"):
+            await connection.ping()
+        await connection.close()
 
 
 # TLS in front of a redis-server whose own build lacks it
