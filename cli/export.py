@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -187,7 +188,9 @@ def write_pairs(reader: ArchiveReader, file: Path) -> int:
     from reconstruct.accounting import settle
     from reconstruct.codec import decode
     from reconstruct.errors import DecodeError
+    from reconstruct.messages import rename_calls
     from reconstruct.preferences import find_preferences
+    from reconstruct.records import find_engine_id
 
     written = 0
     with file.open("w", encoding="utf-8") as lines:
@@ -199,14 +202,19 @@ def write_pairs(reader: ArchiveReader, file: Path) -> int:
                 with suppress(DecodeError):
                     calls.append(decode(record))
             forest = settle(calls).forest
+            shown = partial(rename_calls, rename=partial(find_engine_id, forest.calls))
             for pair in find_preferences(forest):
                 if pair.chosen.session_id != session_id:
                     continue
                 prompt_ids = forest.prompt_ids(pair.chosen.call_id).tolist()
-                line = {"session_id": session_id, "prompt": messages_of(pair.chosen, forest), "prompt_ids": prompt_ids}
+                line = {
+                    "session_id": session_id,
+                    "prompt": [*map(shown, messages_of(pair.chosen, forest))],
+                    "prompt_ids": prompt_ids,
+                }
                 for name, call in (("chosen", pair.chosen), ("rejected", pair.rejected)):
                     line |= {
-                        name: [json.loads(call.reply)],
+                        name: [shown(json.loads(call.reply))],
                         f"{name}_ids": call.node.completion_ids.tolist(),
                         f"{name}_logprobs": call.node.logprobs.tolist(),
                         f"{name}_call_id": call.call_id,

@@ -201,6 +201,7 @@ def _call(call: Call, forest: Forest, model: str | None, delivered: bool, arrays
         "control_tokens": call.control_tokens,
         "messages": messages_of(call, forest),
         "reply": _decode(call.reply),
+        "engine_tool_call_ids": list(call.engine_tool_call_ids),
         "session_id": call.session_id,
         "replay": call.marks.get(REPLAY),
         "lookahead": call.marks.get(LOOKAHEAD),

@@ -6,9 +6,10 @@ is shorter. A released version stays readable: a new field needs a new version a
 tests/reconstruct/golden test this.
 
 Version 2 appends the call's details to version 1; version 3 appends the source of its role to version 2, whose details may be null;
-version 4 appends the media of its delta to version 3. A call is written in the earliest version that can represent it, so that earlier
-builds can read it: version 4 only with media, version 1 without details, and 1 or 2 if the source of its role is the one those versions
-imply: inferred for main, declared for other roles.
+version 4 appends the media of its delta to version 3; version 5 appends the engine's ids of its tool calls to version 4. A call is written
+in the earliest version that can represent it, so that earlier builds can read it: version 5 only with tool calls, version 4 only with
+media, version 1 without details, and 1 or 2 if the source of its role is the one those versions imply: inferred for main, declared for
+other roles.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from reconstruct.errors import DecodeError
 from reconstruct.media import Media
 from reconstruct.records import DECLARED, INFERRED, Call, Ids, Logprobs, Node, Sampling, Span
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """The newest version that this build reads; it also reads all earlier ones."""
 
 _COMPRESS_FROM_BYTES = 128
@@ -85,8 +86,10 @@ def encode(call: Call) -> bytes:
 def _choose_version(call: Call) -> tuple[int, tuple[Any, ...]]:
     """The earliest version that represents the call, and its fields after those of version 1."""
     details = None if call.node.details is None else encode_details(call.node.details)
-    if call.node.media:
-        media = [(bytes.fromhex(each.digest), each.kind, each.start, each.length) for each in call.node.media]
+    media = [(bytes.fromhex(each.digest), each.kind, each.start, each.length) for each in call.node.media]
+    if call.engine_tool_call_ids:
+        return 5, (details, call.role_source, media, call.engine_tool_call_ids)
+    if media:
         return 4, (details, call.role_source, media)
     if call.role_source != _source_before_3(call.role):
         return 3, (details, call.role_source)
@@ -116,6 +119,12 @@ def decode(data: bytes) -> Call:
         raise
     except (ValueError, TypeError, IndexError, KeyError, zlib.error) as error:
         raise DecodeError(f"a version-{version} record is damaged: {error}") from error
+
+
+def _decode_v5(fields: list[Any]) -> Call:
+    *before, engine_tool_call_ids = fields
+    _require(engine_tool_call_ids, str)
+    return replace(_decode_v4(before), engine_tool_call_ids=tuple(engine_tool_call_ids))
 
 
 def _decode_v4(fields: list[Any]) -> Call:
@@ -218,7 +227,7 @@ def _decode_v1(fields: list[Any]) -> Call:
     )
 
 
-_DECODERS = {1: _decode_v1, 2: _decode_v2, 3: _decode_v3, 4: _decode_v4}
+_DECODERS = {1: _decode_v1, 2: _decode_v2, 3: _decode_v3, 4: _decode_v4, 5: _decode_v5}
 
 
 def _source_before_3(role: str) -> str:

@@ -255,14 +255,30 @@ def name_calls(replayed: Message, reply: Message, after: Sequence[Message]) -> S
     return named
 
 
-def minted_call_ids(message: Message, prefix: str = "call_") -> list[str]:
+def minted_call_ids(message: Message) -> list[str]:
     """The call ids that the service minted into the message's tool-call ids (`call_<call id>_<position>`)."""
-    named = []
-    for call in message.get("tool_calls") or ():
-        identifier = call.get("id") or ""
-        if identifier.startswith(prefix) and identifier.count("_") == 2:
-            named.append(identifier.split("_")[1])
-    return named
+    places = (read_tool_call_id(call.get("id") or "") for call in message.get("tool_calls") or ())
+    return [place[0] for place in places if place is not None]
+
+
+def read_tool_call_id(identifier: str) -> tuple[str, int] | None:
+    """(call id, position) of a minted tool-call id; None for any other."""
+    parts = identifier.split("_")
+    if len(parts) != 3 or parts[0] != "call" or not (parts[2].isascii() and parts[2].isdigit() and len(parts[2]) < 10):
+        return None
+    return parts[1], int(parts[2])
+
+
+def rename_calls(message: Message, rename: Callable[[str], str]) -> Message:
+    """The message with other ids of its tool calls, or of the call that it answers; the same object if none changes."""
+    calls, answers = message.get("tool_calls") or (), str(message.get("tool_call_id") or "")
+    renamed = [{**call, "id": rename(str(call.get("id") or ""))} for call in calls]
+    changed: dict[str, Any] = {}
+    if any(new["id"] != (old.get("id") or "") for new, old in zip(renamed, calls, strict=True)):
+        changed["tool_calls"] = renamed
+    if answers and rename(answers) != answers:
+        changed["tool_call_id"] = rename(answers)
+    return {**message, **changed} if changed else message
 
 
 def projection(sent: Message, replayed: Message, schemas: Mapping[str, Any] | None = None) -> str | None:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from reconstruct.details import CallDetails, of_one_shape
 from reconstruct.errors import IdOutOfRange, LengthMismatch, MissingLogprob, SpanError, UnknownParent
 from reconstruct.media import Media, overlapping, shift
+from reconstruct.messages import read_tool_call_id
 
 RAW, PROCESSED, UNKNOWN_MODE = "raw_logprobs", "processed_logprobs", "unknown"
 NO_LOGPROBS = ("raw_logits", "processed_logits")
@@ -171,8 +172,10 @@ class Call:
     and its reply. `root_key` identifies what the rendering depends on besides the canonical messages (messages.dress). `fingerprint`
     is the hash chain over the request's canonical messages, `reply_fingerprint` the chain including the reply: the hash of a
     continuing call's history (see messages.py). `preamble` (roots only) is the JSON object of model, tools and template kwargs.
-    `marks`: "retry" (the attempt's number, from the harness's headers); the "policy" that sampled it unless it is the default one;
-    INVALID_TOOL_CALL; CONTROL_TOKENS, a JSON list (see proxy/call/record.py); in a fork, REPLAY and DIFFERS; LOOKAHEAD of candidates.
+    `engine_tool_call_ids` are the ids under which the engine knows the reply's tool calls, in their order: they stand in its prompts for
+    the minted ones that the harness sends. `marks`: "retry" (the attempt's number, from the harness's headers); the "policy" that sampled
+    it unless it is the default one; INVALID_TOOL_CALL; CONTROL_TOKENS, a JSON list (see proxy/call/record.py); in a fork, REPLAY and
+    DIFFERS; LOOKAHEAD of candidates.
     `role_source`: DECLARED, RULE or INFERRED.
     """
 
@@ -205,6 +208,7 @@ class Call:
     quarantine_reason: str = ""
     marks: Mapping[str, str] = field(default_factory=dict)
     role_source: str = INFERRED
+    engine_tool_call_ids: tuple[str, ...] = ()
 
     @property
     def ids_known(self) -> bool:
@@ -235,6 +239,15 @@ class Call:
         arrays = node.delta_ids.nbytes + node.completion_ids.nbytes + node.logprobs.nbytes
         details = 0 if node.details is None else node.details.size_bytes
         return arrays + details + len(self.messages) + len(self.reply) + len(self.preamble)
+
+
+def find_engine_id(calls: Mapping[str, Call], identifier: str) -> str:
+    """The engine's own id for a tool-call id that was minted into the reply of one of `calls`; any other id as it is."""
+    place = read_tool_call_id(identifier)
+    call = calls.get(place[0]) if place is not None else None
+    if place is None or call is None or place[1] >= len(call.engine_tool_call_ids):
+        return identifier
+    return call.engine_tool_call_ids[place[1]]
 
 
 def _check_details(details: CallDetails, delta: int, sampled: int, where: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -31,7 +32,8 @@ from cli.refusal import Refusal
 from proxy.archive.folder import ArchiveError, ArchiveReader, ArchiveWriter, read_table, write_whole
 from proxy.archive.tables import ArchivedSession
 from reconstruct.codec import decode
-from reconstruct.records import Call
+from reconstruct.messages import rename_calls
+from reconstruct.records import Call, find_engine_id
 
 Spell = Callable[[str, Sequence[int]], str | None]
 ROW_COLUMNS = ["session_id", "trajectory_id", "call_ids", "reward", "role", "agent", "finish_reason", "truncated"]
@@ -177,7 +179,8 @@ def _write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> int:
 
 
 def make_conversation(calls: Mapping[str, Call], row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row as a line of chat.jsonl: the messages of its last call's request, that call's reply, and the tools, if any."""
+    """The row as a line of chat.jsonl: the messages of its last call's request, that call's reply, and the tools, if any. Tool calls have
+    the ids that the model saw."""
     preamble, path = _find_preamble(calls, row)
     # A call with `messages_from` records only the messages that it adds to its parent's.
     start = next((at for at, call in enumerate(path) if not call.messages_from), len(path) - 1)
@@ -185,7 +188,7 @@ def make_conversation(calls: Mapping[str, Call], row: Mapping[str, Any]) -> dict
     for call in reversed(path[: start + 1]):
         messages += [*json.loads(call.messages), json.loads(call.reply)]
     return {
-        "messages": [simplify_message(message) for message in messages],
+        "messages": [simplify_message(rename_calls(message, partial(find_engine_id, calls))) for message in messages],
         # Not an empty list, for which some templates write a prompt about tools.
         "tools": preamble.get("tools") or None,
         "reward": row["reward"],

@@ -80,6 +80,8 @@ class CallShape(Body):
     """Turn delimiters of the chat template that occur in the text of its new messages."""
     messages: list[dict[str, Any]] | None
     reply: dict[str, Any] | None
+    engine_tool_call_ids: list[str] | None = None
+    """The ids that the engine's prompts show for the reply's tool calls, in their order. The reply has those that the harness got."""
     session_id: str | None
     """The session that sampled it; in a fork another one's for replayed calls."""
     replay: str | None = None
@@ -98,7 +100,7 @@ CALL: dict[str, Any] = json.loads("""
  "media": [], "completion_ids": [7, 8], "logprobs": [-0.5, -1.25], "weight_versions": [[12, 0, 2]], "finish_reason": "stop",
  "stop_reason": null, "invalid_tool_call": false, "sampling": {"temperature": 1.0, "max_tokens": 32}, "delivered": true,
  "projection": null, "control_tokens": [], "messages": [{"role": "user", "content": "Say hello."}],
- "reply": {"role": "assistant", "content": "Hello."}, "session_id": "first",
+ "reply": {"role": "assistant", "content": "Hello."}, "engine_tool_call_ids": [], "session_id": "first",
  "replay": null, "lookahead": null, "replica": "127.0.0.1:8000", "started_at": 1767225600.0,
  "engine_seconds": 0.8, "own_seconds": 0.001}
 """)

@@ -219,6 +219,7 @@ class Flow:
         """How many tokens the request's prompt has, as the engine counts them; nothing is recorded."""
         replica = self._pool.pick(draft.tree.info.session_id, request.model)
         kind = self._kinds.of(replica)
+        request.engine_messages = draft.tree.engine_messages(request.history)
         if request.images:
             refuse_images(request, kind)
             await self._media.load(draft, request)
@@ -270,6 +271,7 @@ class Flow:
                     created_at=turn.tree.info.created_at,
                 )
             if begun.accepted:
+                turn.request.engine_messages = turn.tree.engine_messages(turn.request.history)
                 return found
             self._trees.check_open(turn.tree, begun)
             if begun.status == "full":

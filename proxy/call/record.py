@@ -17,7 +17,7 @@ from proxy.dialects.fields import NOTED, UNPARSED, arguments_object
 from proxy.engine.apis import reply as engine
 from reconstruct.accounting import FROZEN
 from reconstruct.media import Media, agreed_length, shift
-from reconstruct.messages import chain, digest_message
+from reconstruct.messages import chain, digest_message, hash_bytes
 from reconstruct.prompt import IDS_UNKNOWN
 from reconstruct.records import (
     CHOSEN,
@@ -119,9 +119,18 @@ def call_records(
                 quarantine_reason=quarantine_reason,
                 marks={**marks, INVALID_TOOL_CALL: "true"} if unread else marks,
                 role_source=turn.purpose.source,
+                engine_tool_call_ids=_engine_ids(each, choice),
             )
         )
     return calls
+
+
+def _engine_ids(sampled: engine.Sampled, choice: Choice) -> tuple[str, ...]:
+    """The ids under which the engine is to see the choice's tool calls: its own, and where it gave none, one of nine letters and digits,
+    which the strictest templates (Mistral's) take, and which no other call of the session has."""
+    given = (call.get("id") for call in sampled.message.get("tool_calls") or ())
+    minted = (call["id"] for call in choice.message.get("tool_calls") or ())
+    return tuple(own or hash_bytes(one.encode()).hex()[:9] for own, one in zip(given, minted, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -39,10 +40,12 @@ from reconstruct.messages import (
     hash_bytes,
     minted_call_ids,
     projection,
+    read_tool_call_id,
+    rename_calls,
     root_key,
     without_lines,
 )
-from reconstruct.records import Call, Forest, Ids
+from reconstruct.records import Call, Forest, Ids, find_engine_id
 
 _decode = msgspec.json.decode
 _encode = msgspec.json.Encoder().encode
@@ -88,8 +91,8 @@ class Chained:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replay:
-    """A history that ends in a call's reply and replays it and all calls before it without an edit, and its messages with each
-    of those replies as it was sent."""
+    """A history that ends in a call's reply and replays it and all calls before it without an edit, and its messages as an engine
+    gets them, each of those replies as it was sent."""
 
     history: list[HistoryMessage]
     messages: Sequence[Message]
@@ -272,6 +275,26 @@ class SessionTree:
         if message is None:
             message = self._replies[call_id] = _decode(self.call(call_id).reply)
         return message
+
+    def engine_reply(self, call_id: str) -> Message:
+        """The same with the engine's own ids of its tool calls. Raises UnknownCall."""
+        return rename_calls(self.reply(call_id), partial(find_engine_id, self.forest.calls))
+
+    def engine_messages(self, history: Sequence[HistoryMessage]) -> list[Message]:
+        return [seen.engine_form[0] if seen.engine_form else self.engine_message(seen) for seen in history]
+
+    def engine_message(self, seen: HistoryMessage) -> Message:
+        """The message as the engine gets it: with its own ids of tool calls for those that were minted into the session's replies. Any
+        other id stays as the harness sent it."""
+        if seen.engine_form:
+            return seen.engine_form[0]
+        calls, digests = self.forest.calls, seen.digests
+        minted = [place for each in (*digests.call_ids, digests.answers) if (place := read_tool_call_id(each))]
+        form = rename_calls(seen.message, partial(find_engine_id, calls)) if minted else seen.message
+        # Another process may be about to record a call that is not known.
+        if all(call_id in calls for call_id, _ in minted):
+            seen.engine_form.append(form)
+        return form
 
     def history(self, call_id: str) -> list[HistoryMessage]:
         """The messages of the call's request, then its reply. Raises UnknownCall."""

@@ -274,16 +274,18 @@ def _replay(tree: SessionTree, call: Call, request: Request) -> Replay | None:
         new.append(old)
     messages: list[Message] = list(known.messages) if known else []
     for old in reversed(new):
-        messages += _after_reply(messages, history, old.message_count)
-        messages.append(tree.reply(old.call_id))
+        messages += _after_reply(tree, messages, history, old.message_count)
+        messages.append(tree.engine_reply(old.call_id))
     return Replay(history[: len(messages)], messages)
 
 
-def _after_reply(replayed: Sequence[Message], history: Sequence[HistoryMessage], end: int) -> Sequence[Message]:
+def _after_reply(
+    tree: SessionTree, replayed: Sequence[Message], history: Sequence[HistoryMessage], end: int
+) -> Sequence[Message]:
     """The messages of `history` that follow those `replayed`, up to number `end`, named after the reply that comes before them."""
     begin = len(replayed)
-    after = [seen.message for seen in history[begin:end]]
-    return name_calls(history[begin - 1].message, replayed[-1], after) if replayed else after
+    after = tree.engine_messages(history[begin:end])
+    return name_calls(tree.engine_message(history[begin - 1]), replayed[-1], after) if replayed else after
 
 
 def remember(tree: SessionTree, found: Continuation) -> None:
@@ -318,7 +320,7 @@ def parent_of(tree: SessionTree, found: Continuation, request: Request) -> Paren
     if parent is None or found.replay is None:
         return None
     history = found.replay.messages
-    tail = _after_reply(history, request.history, len(request.history))
+    tail = _after_reply(tree, history, request.history, len(request.history))
     ids, asked = tree.known_ids(parent.call_id), tree.rendering(parent.call_id)
     ranges: Ranges = ()
     if tree.forest.has_media:
@@ -333,7 +335,7 @@ async def plan_tokens(
     parent = parent_of(tree, found, request)
     rendered: dict[int, Rendered] = {}
     steps = plan(
-        request.messages,
+        request.engine_messages,
         parent,
         tree.turn_ends.get(found.root),
         retain_thinking=retain_thinking,

@@ -170,14 +170,15 @@ ItemReader = Callable[[bytes, "Past"], list[ParsedMessage]]
 class HistoryMessage:
     """A message of the session's histories, decoded and digested once and shared by requests. `minted`: the calls that ids in it name.
     `images`: the digests of its images, in order.
-    `projections`: call id -> how the message shows that call's reply (see reconstruct.messages.projection); kept here so that what was
-    compared is forgotten with the message."""
+    `projections`: call id -> how the message shows that call's reply (see reconstruct.messages.projection); `engine_form`: the message as
+    an engine gets it, once it is known for good. Both are kept here so that they are forgotten with the message."""
 
     message: dict[str, Any]
     digests: Digests
     minted: tuple[str, ...] = ()
     images: tuple[str, ...] = ()
     projections: dict[str, str | None] = field(default_factory=dict, repr=False)
+    engine_form: list[Mapping[str, Any]] = field(default_factory=list, repr=False)
 
 
 class Past(Protocol):
@@ -243,6 +244,7 @@ class Request:
     image_urls: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Their data URLs, once an engine has been sent them."""
     _messages: list[dict[str, Any]] | None = field(default=None, init=False, repr=False, compare=False)
+    _engine_messages: Sequence[Mapping[str, Any]] | None = field(default=None, init=False, repr=False, compare=False)
     _schemas: dict[str, Any] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -251,6 +253,15 @@ class Request:
         if self._messages is None:
             self._messages = [seen.message for seen in self.history]
         return self._messages
+
+    @property
+    def engine_messages(self) -> Sequence[Mapping[str, Any]]:
+        """The messages as an engine gets them: with its own ids of tool calls, once the call is about to be planned."""
+        return self.messages if self._engine_messages is None else self._engine_messages
+
+    @engine_messages.setter
+    def engine_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        self._engine_messages = messages
 
     @property
     def schemas(self) -> dict[str, Any]:

@@ -44,7 +44,16 @@ TOOLS: list[Any] = [
 TEMPLATES = Path(__file__).parents[1] / "support/engine/chat_templates"
 BRIEF = {"enable_thinking": False}
 CALL = r'<tool_call>\n\{"name": "open", "arguments": \{"key": "a"\}\}\n</tool_call>'
-VOLATILE = ("session_id", "rollout_id", "replica", "started_at", "engine_seconds", "own_seconds", "trajectory_id")
+VOLATILE = (
+    "session_id",
+    "rollout_id",
+    "replica",
+    "started_at",
+    "engine_seconds",
+    "own_seconds",
+    "trajectory_id",
+    "engine_tool_call_ids",
+)
 Script = Callable[[Session, bool], Any]
 
 
@@ -295,6 +304,10 @@ def test_the_plugin_gives_what_the_routes_give(sides: tuple[Side, Side], name: s
     compare(sides, SCRIPTS[name], stream)
 
 
+SHOWS_IDS = {"mistral", "kimi"}
+"""The engine's random ids of tool calls stand in their prompts: see test_tool_call_ids.py, where their own parsers name the calls."""
+
+
 def compare(sides: tuple[Side, Side], script: Script, stream: bool, **session: Any) -> Any:
     """What both sides gave, which must be alike."""
     plugin, routes = (side.play(script, stream, **session) for side in sides)
@@ -303,7 +316,7 @@ def compare(sides: tuple[Side, Side], script: Script, stream: bool, **session: A
     return plugin
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - SHOWS_IDS))
 def test_prompts_are_planned_alike_under_every_template(sides: tuple[Side, Side], family: str) -> None:
     """A call, its result and two turns after it, of which each extends the one before, or branches for the same reason.
 

@@ -83,6 +83,7 @@ GOLDEN_DETAILS = CallDetails(
 GOLDEN_CALL_2 = replace(GOLDEN_CALL, node=replace(GOLDEN_CALL.node, details=GOLDEN_DETAILS))
 GOLDEN_CALL_3 = replace(GOLDEN_CALL_2, role_source="rule")
 GOLDEN_CALL_4 = replace(GOLDEN_CALL_3, node=replace(GOLDEN_CALL_3.node, media=(Media(bytes(range(32)).hex(), "image", 0, 2),)))
+GOLDEN_CALL_5 = replace(GOLDEN_CALL_4, engine_tool_call_ids=("functions.lookup:0", "0a1b2c3d4"))
 
 
 def plain(value: Any) -> Any:
@@ -103,8 +104,8 @@ def sealed(packed: bytes) -> bytes:
 
 VERSIONS = pytest.mark.parametrize(
     ("version", "call"),
-    [(1, GOLDEN_CALL), (2, GOLDEN_CALL_2), (3, GOLDEN_CALL_3), (4, GOLDEN_CALL_4)],
-    ids=["version 1", "version 2", "version 3", "version 4"],
+    [(1, GOLDEN_CALL), (2, GOLDEN_CALL_2), (3, GOLDEN_CALL_3), (4, GOLDEN_CALL_4), (5, GOLDEN_CALL_5)],
+    ids=["version 1", "version 2", "version 3", "version 4", "version 5"],
 )
 
 
@@ -356,7 +357,7 @@ def test_details_with_a_field_of_another_type_are_a_decode_error(data: st.DataOb
         decode(sealed(msgpack.packb(items)))
 
 
-@pytest.mark.parametrize("version", [0, 5, 99, "1", None, 1.0, True])
+@pytest.mark.parametrize("version", [0, 6, 99, "1", None, 1.0, True])
 def test_an_unknown_schema_version_is_a_decode_error_that_names_it(version: Any) -> None:
     items = msgpack.unpackb(encode(GOLDEN_CALL)[:-4])
     with pytest.raises(

@@ -256,7 +256,7 @@ def chat_body(
     if request.prompt is not None:
         body["prompt"] = request.prompt
     else:
-        body["messages"] = write_messages(request, request.messages) if messages is None else messages
+        body["messages"] = write_messages(request, request.engine_messages) if messages is None else messages
     if request.tools:
         body["tools"] = request.tools
     if request.template_kwargs:

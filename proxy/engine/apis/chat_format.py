@@ -76,7 +76,7 @@ class ChatFormat:
         texts: list[str] = [parsed.content or ""]
         found: list[dict[str, Any]] = []
         for attempt in parsed.tool_calls:
-            call = _call(attempt, len(found)) if calls else None
+            call = _call(attempt) if calls else None
             if call is None:
                 texts.append(self._written(attempt, sampled))
             else:
@@ -259,7 +259,7 @@ def _adapt_to_harmony(messages: Sequence[Message], plain: Sequence[dict[str, Any
             adapted["name"] = names[adapted["tool_call_id"]]
 
 
-def _call(attempt: Any, position: int) -> dict[str, Any] | None:
+def _call(attempt: Any) -> dict[str, Any] | None:
     """A tool call in the chat shape; None when no harness could run it. A call of a tool that was not offered counts: the harness
     tells the model so."""
     if str(attempt.status) not in ("ok", "unknown_tool") or not attempt.name:
@@ -269,4 +269,4 @@ def _call(attempt: Any, position: int) -> dict[str, Any] | None:
         text = arguments
     else:
         text = json.dumps(arguments if arguments is not None else {}, ensure_ascii=False)
-    return {"id": f"call_{position}", "type": "function", "function": {"name": attempt.name, "arguments": text}}
+    return {"id": attempt.id or "", "type": "function", "function": {"name": attempt.name, "arguments": text}}

@@ -127,7 +127,7 @@ class LocalRenderer:
             return len((await self.tokenize(request.prompt, whole=True)).ids)
         if request.prompt is not None:
             return len(request.prompt)
-        return len((await self.render(request, Rendering(request.messages, True))).ids)
+        return len((await self.render(request, Rendering(request.engine_messages, True))).ids)
 
     async def encode(self, text: str) -> list[int]:
         """The ids of a text that is not a whole prompt."""

@@ -80,7 +80,7 @@ class VllmTokens(EngineKind):
 
     async def count(self, replica: Replica, request: Request) -> int:
         if request.prompt is None:
-            return len((await self.render(replica, request, Rendering(request.messages, True), IdText())).ids)
+            return len((await self.render(replica, request, Rendering(request.engine_messages, True), IdText())).ids)
         if isinstance(request.prompt, str):
             return len((await self.tokenizer(replica, request, IdText()).tokenize(request.prompt, whole=True)).ids)
         return len(request.prompt)

@@ -86,7 +86,7 @@ def _ask(replica: Replica, job: Job, stream: bool) -> Ask:
     request, wanted, plan = job.request, job.wanted, job.plan
     # Images travel as bytes beside the messages that name them.
     names = {digest: SCHEME + digest for digest in request.images}
-    body = chat_body(request, {}, write_images(request.messages, names) if names else None)
+    body = chat_body(request, {}, write_images(request.engine_messages, names) if names else None)
     body.pop("n", None)
     body["model"] = replica.model_for(request.model)
     sampling = {**job.sampling, **wanted.parameters}
@@ -99,7 +99,7 @@ def _ask(replica: Replica, job: Job, stream: bool) -> Ask:
         sampling,
         stream,
         to_bytes(job.prompt_ids) if len(job.prompt_ids) else None,
-        None if plan is None else _ancestor(plan, request.messages, names),
+        None if plan is None else _ancestor(plan, request.engine_messages, names),
         None if plan is None else plan.max_total,
         request.top_logprobs,
         max(sampling["logprobs"], 1) if wanted.top_logprobs and request.prompt is None else 0,

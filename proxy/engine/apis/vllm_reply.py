@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -267,6 +267,15 @@ class Parsed:
     message: dict[str, Any]
     logprobs: Sequence[Mapping[str, Any]] | None = None
 
+    def name_calls(self, other: Mapping[str, Any]) -> Parsed:
+        """The same with the ids of the tool calls of `other`, and with none where those are others: derender replaces those of a whole
+        reply, which its model may have sampled, by random ones."""
+        calls, named = self.message.get("tool_calls") or (), other.get("tool_calls") or ()
+        alike = [call["function"]["name"] for call in calls] == [call["function"]["name"] for call in named]
+        own = [call["id"] for call in named] if alike else [""] * len(calls)
+        renamed = [{**call, "id": identifier} for call, identifier in zip(calls, own, strict=True)]
+        return replace(self, message={**self.message, "tool_calls": renamed}) if renamed else self
+
 
 class _Derendered(msgspec.Struct):
     choices: list[dict[str, Any]]
@@ -283,26 +292,26 @@ class Parser:
         self._job = job
         self._request = chat_body(job.request, {}, ())
         self._request.pop("n", None)
-        last = job.request.messages[-1:]
+        last = job.request.engine_messages[-1:]
         self._request["messages"] = list(map(without_images, last)) if job.request.images else last
 
     async def parse(self, choice: SampledChoice) -> Parsed:
         """The choice's whole reply. Raises VerbatimError if the engine cannot parse its own output."""
         parsed, live = await self._parse_whole(choice), choice.live
-        if live is None or (live.is_prefix_of(parsed.message) and (live.has_sent or not shows_text(parsed.message))):
+        agrees = live is None or (live.is_prefix_of(parsed.message) and (live.has_sent or not shows_text(parsed.message)))
+        if agrees and not parsed.message.get("tool_calls"):
             return parsed
         # The streaming parsers decide where the text belongs, as far as they and the parse of the whole differ: also where the reply ended
-        # before any of it was sent, so that a reply does not depend on how fast it came.
+        # before any of it was sent, so that a reply does not depend on how fast it came. And they alone tell the ids of tool calls.
+        live = live or LiveText(choice.index, choice.visible_ids)
         try:
             message = await self._step(live, choice.finish_reason or "abort")
         except VerbatimError:
-            if live.has_sent:
+            if live.has_sent and not agrees:
                 raise
-            return parsed
-        if live.agrees_with(parsed.message):
-            return parsed
+            return parsed.name_calls({})
         keep_one_call(message, self._job.request)
-        return Parsed(message, parsed.logprobs)
+        return parsed.name_calls(message) if agrees or live.agrees_with(parsed.message) else Parsed(message, parsed.logprobs)
 
     async def advance(self, live: LiveText) -> Delta | None:
         """What the pending ids make certain, None if nothing. Raises as `parse`."""
@@ -383,9 +392,9 @@ class LiveText(CertainText):
     step is taken at once, later ones after a pause of at least `_PATIENCE` times the last step's duration: with the first id that arrives
     then, or without one after another such pause, since the engine may have paused, too."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, pending: Sequence[int] = ()) -> None:
         super().__init__(index)
-        self.pending: list[int] = []
+        self.pending = [*pending]
         """Ids that no step has parsed yet."""
         self.state: msgspec.Raw | None = None
         self._next_at = self._pause = 0.0

@@ -488,6 +488,6 @@ def test_results_name_the_calls_by_the_ids_of_the_reply_that_stands_in_the_promp
             engine.reset().say(*[engine.family.speak(text, calls=calls)] * (TURNS - 1), "it is sunny")
             play(session, behaviour)
             assert len(check_truth(engine, session)) == 1
-            made = [each["id"][-9:] for call in session.calls for each in call["reply"].get("tool_calls") or ()]
+            made = [each for call in session.calls for each in call["engine_tool_call_ids"]]
             shown = engine.family.decode(session.calls[-1]["prompt_ids"])
             assert re.findall(r'"call_id": "([^"]*)"', shown) == made

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tests.support.engine.scripted_details import prompt_logprobs, routed_experts
@@ -114,7 +114,7 @@ class ChatWhole(WholeAnswer):
         ids, last = self.generation.sampled[index], steps[-1]
         parsed = parse(self._family, text_ids(ids, last), self.generation.body, self.generation.prompt)
         parsed = _cut(parsed, last.stop_reason)
-        calls = [tool_call(f"chatcmpl-tool-{os.urandom(8).hex()}", name, arguments) for name, arguments in parsed.calls]
+        calls = [tool_call(*call) for call in self._family.markup.name_calls(parsed)]
         entries = [step.entry for step in steps if step.entry]
         as_ids = bool(self.generation.body.get("return_tokens_as_token_ids"))
         logprobs = chat_logprobs(self._family, entries, as_ids=as_ids) if self._logprobs else None
@@ -189,7 +189,8 @@ class Live:
         if len(content) > len(self._content):
             delta["content"] = content[len(self._content) :]
         if parsed.calls:
-            delta["tool_calls"] = [piece for n, call in enumerate(parsed.calls) for piece in call_deltas(n, *call)]
+            calls = self._family.markup.name_calls(parsed)
+            delta["tool_calls"] = [piece for n, call in enumerate(calls) for piece in call_deltas(n, *call)]
         self._reasoning, self._content = reasoning, content
         return delta, bool(parsed.calls)
 
@@ -209,7 +210,7 @@ def _cut(parsed: Parsed, stop: str | int | None) -> Parsed:
         content = content[: content.index(stop)]
     elif reasoning and stop in reasoning:
         reasoning = reasoning[: reasoning.index(stop)]
-    return Parsed(reasoning, content, parsed.calls)
+    return replace(parsed, reasoning=reasoning, content=content)
 
 
 def parse(family: Family, ids: Sequence[int], request: Mapping[str, Any], prompt: str) -> Parsed:
@@ -228,7 +229,7 @@ def tool_call(identifier: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": identifier, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def call_deltas(position: int, name: str, arguments: str) -> list[dict[str, Any]]:
+def call_deltas(position: int, identifier: str, name: str, arguments: str) -> list[dict[str, Any]]:
     """A call in two pieces, name first, as vLLM streams it."""
-    head = {"index": position, **tool_call(f"chatcmpl-tool-{os.urandom(8).hex()}", name, "")}
+    head = {"index": position, **tool_call(identifier, name, "")}
     return [head, {"index": position, "function": {"arguments": arguments}}]

@@ -18,7 +18,9 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import SandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.support.engine.template_markup import (
@@ -26,6 +28,7 @@ from tests.support.engine.template_markup import (
     GEMMA,
     GLM4,
     HARMONY,
+    KIMI,
     LLAMA3,
     MISTRAL,
     QWEN3,
@@ -61,6 +64,8 @@ class Family:
     """The family whose template it has, if that is another one."""
     folder: Path | None = None
     """A model's folder whose tokenizer.json and chat_template.jinja stand in for the ones made here."""
+    file: Path | None = None
+    """A template that stands in for the one made here."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -143,20 +148,30 @@ def _takes_parts(family: Family) -> bool:
 def _template_text(family: Family) -> str:
     templates = Path(__file__).parent / "chat_templates"
     file = family.folder / "chat_template.jinja" if family.folder else templates / f"{family.template or family.name}.jinja"
-    return file.read_text(encoding="utf-8")
+    return (family.file or file).read_text(encoding="utf-8")
 
 
 @functools.cache
 def _template(family: Family) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
+    environment = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(_template_text(family))
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}`: marks what an assistant said, and renders it."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **form: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **form)
 
 
 def _raise(message: str) -> None:
@@ -232,6 +247,12 @@ FAMILIES: dict[str, Family] = {
             GEMMA,
             other_ends=("<end_of_turn>",),
             bos="<bos>",
+        ),
+        Family(
+            "kimi",
+            ("[BOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>"),
+            "<|im_end|>",
+            KIMI,
         ),
     )
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,23 +21,30 @@ class Said:
 
 @dataclass(frozen=True)
 class Parsed:
-    """What an engine reads in a sampled text; `calls` are (name, arguments as JSON text)."""
+    """What an engine reads in a sampled text; `calls` are (name, arguments as JSON text), `ids` those that the text has of them."""
 
     reasoning: str | None
     content: str | None
     calls: tuple[tuple[str, str], ...] = ()
+    ids: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Markup:
     """`parse(text, tools, opened)`: `opened` when the prompt's end opened the reasoning. `call_marks` begin a tool call: nothing
-    after one is certain text while a reply streams."""
+    after one is certain text while a reply streams. `new_id` makes the id of a call whose text has none, as vLLM's parser does."""
 
     speak: Callable[[Said], str]
     parse: Callable[[str, bool, bool], Parsed]
     tokens: tuple[str, ...] = ()
     call_marks: tuple[str, ...] = ()
     opener: str = ""
+    new_id: Callable[[], str] = lambda: f"chatcmpl-tool-{os.urandom(8).hex()}"
+
+    def name_calls(self, parsed: Parsed) -> list[tuple[str, str, str]]:
+        """(id, name, arguments) of each call."""
+        ids = parsed.ids or tuple(self.new_id() for _ in parsed.calls)
+        return [(identifier, *call) for identifier, call in zip(ids, parsed.calls, strict=True)]
 
     def is_open(self, prompt: str) -> bool:
         return bool(self.opener) and prompt.endswith(self.opener)
@@ -275,6 +283,7 @@ MISTRAL = Markup(
         *("[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
     ),
     call_marks=("[TOOL_CALLS]",),
+    new_id=lambda: os.urandom(5).hex()[:9],
 )
 
 
@@ -299,3 +308,40 @@ def _gemma_parse(text: str, tools: bool, opened: bool) -> Parsed:
 
 
 GEMMA = Markup(_gemma_speak, _gemma_parse, call_marks=("```tool_call",))
+
+
+# Kimi: the model writes the ids of its calls, which hold their names.
+
+
+def _kimi_speak(said: Said) -> str:
+    calls = [
+        f"<|tool_call_begin|>functions.{name}:{at}<|tool_call_argument_begin|>{_dumps(args)}<|tool_call_end|>"
+        for at, (name, args) in enumerate(said.calls)
+    ]
+    section = f"<|tool_calls_section_begin|>{''.join(calls)}<|tool_calls_section_end|>" if calls else ""
+    return f"{said.content}{section}<|im_end|>"
+
+
+_KIMI_CALL = re.compile(
+    r"<\|tool_call_begin\|>(functions\.(.*?):\d+)<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>", re.DOTALL
+)
+
+
+def _kimi_parse(text: str, tools: bool, opened: bool) -> Parsed:
+    content, _, section = text.partition("<|tool_calls_section_begin|>")
+    found = _KIMI_CALL.findall(section) if tools else []
+    if not found:
+        return _whole(None, text)
+    calls = tuple((name, arguments) for _, name, arguments in found)
+    return Parsed(None, content or None, calls, tuple(identifier for identifier, _, _ in found))
+
+
+KIMI = Markup(
+    _kimi_speak,
+    _kimi_parse,
+    tokens=(
+        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"),
+        "<|tool_call_argument_begin|>",
+    ),
+    call_marks=("<|tool_calls_section_begin|>",),
+)

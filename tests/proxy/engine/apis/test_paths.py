@@ -240,7 +240,9 @@ def test_a_tool_call_is_told_when_it_is_whole_though_the_engine_goes_on(
         before = self.__dict__.setdefault("closed", 0)
         calls = [("lookup", json.dumps({"key": key})) for key in ("alpha", "beta")][: text.count("</tool_call>")]
         self.__dict__["closed"] = len(calls)
-        delta["tool_calls"] = [piece for n, call in enumerate(calls) if n >= before for piece in call_deltas(n, *call)]
+        delta["tool_calls"] = [
+            piece for n, call in enumerate(calls) if n >= before for piece in call_deltas(n, f"call_{n}", *call)
+        ]
         return delta, called or bool(calls)
 
     monkeypatch.setattr(Live, "tell", early)

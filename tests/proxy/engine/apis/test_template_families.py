@@ -14,6 +14,7 @@ from tests.support.engine.scripted_engine import Say, ScriptedEngine, logprobs_o
 from tests.support.engine.template_families import FAMILIES, Family
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
+from tests.support.sessions.engine_ids import with_engine_ids
 
 TOOLS: list[Any] = [
     {
@@ -117,12 +118,22 @@ def test_harmony_says_return_only_while_the_answer_is_last() -> None:
     assert "a<|end|>" in family.render_text([*history, turn("user", "more")])
 
 
-def test_mistral_names_a_call_by_nine_characters_and_refuses_shorter_ids() -> None:
+def test_mistral_names_a_call_by_nine_characters_and_refuses_other_ids() -> None:
     family = FAMILIES["mistral"]
-    history = [turn("user", "q"), called("a"), {"role": "tool", "tool_call_id": "call_0123456789_0", "content": "7"}]
-    assert '"call_id": "3456789_0"' in family.render_text(history, TOOLS)
-    with pytest.raises(Exception, match="nine"):
-        family.render_text([turn("user", "q"), called("a", "short")], TOOLS)
+    history = [turn("user", "q"), called("a", "012345678"), {"role": "tool", "tool_call_id": "012345678", "content": "7"}]
+    assert '"call_id": "012345678"' in family.render_text(history, TOOLS)
+    for identifier in ("short", "call_0123456789_0"):
+        with pytest.raises(Exception, match="nine"):
+            family.render_text([turn("user", "q"), called("a", identifier)], TOOLS)
+
+
+def test_kimi_shows_the_ids_that_its_model_samples() -> None:
+    family = FAMILIES["kimi"]
+    parsed = family.parse(family.speak(calls=[("lookup", {"key": "a"})]), tools=True)
+    assert parsed.ids == ("functions.lookup:0",)
+    result = {"role": "tool", "tool_call_id": "functions.lookup:0", "content": "7"}
+    text = family.render_text([turn("user", "q"), called("a", "functions.lookup:0"), result], TOOLS)
+    assert text.count("functions.lookup:0") == 2
 
 
 def test_gemma_has_no_system_turn_and_takes_only_alternating_roles() -> None:
@@ -276,12 +287,12 @@ def test_a_turn_cut_by_length_goes_on_with_the_templates_own_end(engine: Scripte
 
 
 def assert_prompts_as_rendered(talk: Talk, **kwargs: Any) -> None:
-    """The model sampled canonical ids, so each prompt is also a fresh rendering of the messages."""
-    family = talk.engine.family
-    for asked, call in zip(talk.asked, talk.session.calls, strict=True):
-        text = family.render_text(asked, TOOLS, **kwargs)
+    """The model sampled canonical ids, so each prompt is also a fresh rendering of the messages, with the engine's ids of tool calls."""
+    family, calls = talk.engine.family, talk.session.calls
+    for asked, call in zip(talk.asked, calls, strict=True):
+        text = family.render_text(with_engine_ids(asked, calls), TOOLS, **kwargs)
         if family.name == "mistral":
-            # The model does not sample the ids of its calls; the template would add the minted ones.
+            # The model does not sample the ids of its calls; the template would add those that the engine gave them.
             text = re.sub(r', "id": ".{9}"\}', "}", text)
         assert family.decode(call["prompt_ids"]) == text
         assert call["prompt_ids"] == family.encode(text)
