@@ -69,7 +69,7 @@ class CallShape(Body):
     finish_reason: str | None
     stop_reason: str | int | None = None
     invalid_tool_call: bool
-    """Whether the engine's parser failed on a tool call in the reply."""
+    """Whether a tool call of the reply could not be parsed, is of no offered tool, does not fit its schema or was not finished."""
     sampling: dict[str, Any] | None
     """The parameters in effect."""
     delivered: bool

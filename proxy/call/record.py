@@ -10,10 +10,11 @@ from typing import Any
 
 import msgspec
 
+from proxy.call.tool_calls import has_invalid_call
 from proxy.call.tree import SessionTree
 from proxy.call.turn import Continuation, Planned, Sampled
 from proxy.dialects.base import Choice, Delta, Request, tool_call_id
-from proxy.dialects.fields import NOTED, UNPARSED, arguments_object
+from proxy.dialects.fields import NOTED
 from proxy.engine.apis import reply as engine
 from reconstruct.accounting import FROZEN
 from reconstruct.media import Media, agreed_length, shift
@@ -87,7 +88,7 @@ def call_records(
             else {**all_marks, LOOKAHEAD: CHOSEN if _is_shown(sampled, each) else NOT_CHOSEN}
         )
         aborted = each.finish_reason == "abort"
-        unread = has_unread_call(turn.request, choice.message, choice.finish_reason)
+        invalid = has_invalid_call(turn.request, choice.message, choice.finish_reason, each.text)
         calls.append(
             Call(
                 call_id=choice.call_id,
@@ -117,7 +118,7 @@ def call_records(
                 own_seconds=own_seconds,
                 trainable=not quarantine_reason,
                 quarantine_reason=quarantine_reason,
-                marks={**marks, INVALID_TOOL_CALL: "true"} if unread else marks,
+                marks={**marks, INVALID_TOOL_CALL: "true"} if invalid else marks,
                 role_source=turn.purpose.source,
                 engine_tool_call_ids=_engine_ids(each, choice),
             )
@@ -293,28 +294,6 @@ def minted_choice(sampled: engine.Sampled, call_ids: Sequence[str], *, forced_to
         stop_reason=sampled.stop_reason,
         token_ids=sampled.token_ids or (),
     )
-
-
-_OPENERS = (
-    *("<tool_call>", "<tool_calls>", "<function=", "<function_calls>", "<minimax:tool_call>", "<|tool_call|>", "<|tool_call>"),
-    *("[TOOL_CALLS]", "<|python_tag|>", "<|action_start|>", "functools["),
-    *("<|tool_calls_section_begin|>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),  # noqa: RUF001
-)
-"""How a tool call begins in the formats that vLLM 0.32 and SGLang parse (vllm/tool_parsers)."""
-
-
-def has_unread_call(request: Request, message: Mapping[str, Any], finish_reason: str) -> bool:
-    """Whether the model meant to call a tool and the engine's parser could not read it.
-
-    The parser then leaves the call in the text, or returns arguments that are not a JSON object. The record carries this as a label
-    that a trainer can filter on; it does not change which tokens are trained. A truncated reply has no unread call."""
-    if not request.tools or request.forward.get("tool_choice") == "none" or finish_reason not in ("stop", "tool_calls"):
-        return False
-    calls = message.get("tool_calls") or ()
-    if any(UNPARSED in arguments_object(call["function"]["arguments"]) for call in calls):
-        return True
-    content = message.get("content")
-    return isinstance(content, str) and any(opener in content for opener in _OPENERS)
 
 
 # Control tokens in text: what opens and closes turns for a chat template, but written by a user, a tool or an agent.

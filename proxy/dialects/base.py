@@ -264,6 +264,11 @@ class Request:
         self._engine_messages = messages
 
     @property
+    def offers_calls(self) -> bool:
+        """Whether the model may call a tool of the request."""
+        return bool(self.tools) and self.forward.get("tool_choice") != "none"
+
+    @property
     def schemas(self) -> dict[str, Any]:
         """Tool name -> JSON schema of its parameters."""
         if self._schemas is None:

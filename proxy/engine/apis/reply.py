@@ -28,8 +28,8 @@ T = TypeVar("T")
 @dataclass(slots=True)
 class Sampled:
     """One choice as the engine emitted it: one logprob per token id, `spans` empty if versions are unknown, `token_ids` None if the
-    engine returned none. `message` is a chat message whose tool-call ids are the engine's. `details` cover the whole prompt and these
-    tokens."""
+    engine returned none. `message` is a chat message whose tool-call ids are the engine's, `text` what it was read from, with its markup;
+    None where the engine does not tell. `details` cover the whole prompt and these tokens."""
 
     index: int
     token_ids: list[int] | None
@@ -40,6 +40,7 @@ class Sampled:
     message: dict[str, Any]
     logprob_content: Sequence[Mapping[str, Any]] | None = None
     details: CallDetails | None = None
+    text: str | None = None
 
 
 @dataclass(slots=True)
@@ -138,6 +139,8 @@ class GeneratedChoice:
         self.stop_reason: str | int | None = None
         self.versions: list[Version] = []
         self.routed_experts: str | bytes | None = None
+        self.sampled_text: str | None = None
+        """What was sampled as text, where the engine tells it beside the message."""
 
     @property
     def has_content(self) -> bool:
@@ -164,6 +167,7 @@ class GeneratedChoice:
             stop_reason=self.stop_reason,
             message=message,
             logprob_content=content,
+            text=self.sampled_text,
             details=read_details(
                 wanted,
                 prompt_ids,

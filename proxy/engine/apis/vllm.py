@@ -9,6 +9,7 @@ of messages uses `/v1/completions/render` and `/v1/completions/derender`, and ge
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -164,7 +165,7 @@ class VllmTokens(EngineKind):
     ) -> Outcome:
         """The choices with their messages. Choices that cannot be parsed are recorded without one."""
         sampled = []
-        for choice, parsed in zip(choices, await self._parse(job, parser, choices), strict=True):
+        for choice, parsed in zip(choices, await self._parse(replica, job, parser, choices), strict=True):
             if isinstance(parsed, VerbatimError):
                 broken, parsed = broken or parsed.message, Parsed({"role": "assistant", "content": ""})
             elif isinstance(parsed, BaseException):
@@ -172,16 +173,31 @@ class VllmTokens(EngineKind):
             sampled.append(choice.finish_parsed(replica, job, parsed, prompt_logprobs))
         return Outcome(sampled, None, len(job.prompt_ids), cached_tokens, broken)
 
-    async def _parse(self, job: Job, parser: Parser, choices: list[SampledChoice]) -> Sequence[Parsed | BaseException]:
+    async def _parse(
+        self, replica: Replica, job: Job, parser: Parser, choices: list[SampledChoice]
+    ) -> Sequence[Parsed | BaseException]:
         """Each choice's message, or why it cannot be had."""
         try:
             with Within(INTERPRET):
                 async with job.scope.limit():
                     if len(choices) == 1:
-                        return [await parser.parse(choices[0])]
-                    return await asyncio.gather(*map(parser.parse, choices), return_exceptions=True)
+                        return [await self._parse_one(replica, job, parser, choices[0])]
+                    parsing = (self._parse_one(replica, job, parser, choice) for choice in choices)
+                    return await asyncio.gather(*parsing, return_exceptions=True)
         except VerbatimError as error:
             return [error for _ in choices]
+
+    async def _parse_one(self, replica: Replica, job: Job, parser: Parser, choice: SampledChoice) -> Parsed:
+        """Also asks for the text, where a call of a tool may be unfinished in it: the parsers do not tell."""
+        if not job.request.offers_calls or choice.finish_reason != "stop":
+            return await parser.parse(choice)
+
+        async def spell() -> None:
+            with contextlib.suppress(VerbatimError):
+                (choice.sampled_text,) = await _spell(self._http, replica, job.request.model, [choice.token_ids], before=[0])
+
+        parsed, _ = await asyncio.gather(parser.parse(choice), spell())
+        return parsed
 
     async def _sample_text(self, replica: Replica, job: Job, stream: bool, emit: Emit) -> Outcome:
         """Emits the engine's own pieces of text."""

@@ -158,6 +158,7 @@ class _Choice(GeneratedChoice):
         self.finish_reason, self.stop_reason = ended.finish_reason, ended.stop_reason
         self.versions = [Version(*span) for span in ended.versions or ()]
         self.routed_experts = ended.experts
+        self.sampled_text = ended.text
 
     def message(self, job: Job) -> dict[str, Any]:
         """The parse of the whole reply; what the streaming parsers made of it if the harness has already read text that the whole does

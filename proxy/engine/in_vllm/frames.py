@@ -120,7 +120,8 @@ class Piece(msgspec.Struct, array_like=True, tag="piece"):
 
 class Ended(msgspec.Struct, array_like=True, tag="end"):
     """The end of one choice. `message` is the parse of the whole reply, None if the engine could not parse it, for the reason
-    `unparsed`. `versions` are the spans of weight labels; `experts` a `.npy` file."""
+    `unparsed`. `versions` are the spans of weight labels; `experts` a `.npy` file. `text` is what the message was read from, where the
+    request offers tools."""
 
     index: int
     finish_reason: str | None
@@ -130,6 +131,7 @@ class Ended(msgspec.Struct, array_like=True, tag="end"):
     versions: list[tuple[str | int | None, int, int]] | None
     experts: bytes | None
     shown: list[dict[str, Any]] | None
+    text: str | None = None
 
 
 class Done(msgspec.Struct, array_like=True, tag="done"):

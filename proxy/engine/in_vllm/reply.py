@@ -59,10 +59,7 @@ class Interpreter:
         )
         if isinstance(body.tool_choice, ChatCompletionNamedToolChoiceParam) or body.tool_choice == "required":
             content = content or ""
-        made = [
-            {"id": call.id or f"call_{position}", "function": {"name": call.name, "arguments": call.arguments}}
-            for position, call in enumerate(calls or ())
-        ]
+        made = [{"id": call.id or "", "function": {"name": call.name, "arguments": call.arguments}} for call in calls or ()]
         message: dict[str, Any] = {"content": content, "tool_calls": made}
         return message | ({"reasoning": reasoning} if body.include_reasoning else {})
 
@@ -141,9 +138,9 @@ class Reply:
         return None if delta is None else delta.model_dump(exclude_none=True)
 
     def _end(self, output: CompletionOutput) -> Ended:
-        message, unparsed = None, None
+        message, unparsed, text = None, None, "".join(self._text)
         try:
-            message = self._interpreter.parse(self._body, self._prompt, "".join(self._text), self._ids)
+            message = self._interpreter.parse(self._body, self._prompt, text, self._ids)
         except Exception as error:
             unparsed = f"{type(error).__name__}: {error}"
         shown = None
@@ -152,7 +149,8 @@ class Reply:
         spans = output.weight_versions
         versions = None if spans is None else [(span.version, span.start, span.end) for span in spans]
         experts = None if output.routed_experts is None else _to_npy(output.routed_experts)
-        return Ended(self._index, output.finish_reason, output.stop_reason, message, unparsed, versions, experts, shown)
+        told = text if isinstance(self._body, ChatCompletionRequest) and self._body.tools else None
+        return Ended(self._index, output.finish_reason, output.stop_reason, message, unparsed, versions, experts, shown, told)
 
 
 def _logprob_of(token: int, entry: Any) -> float:
