@@ -230,6 +230,20 @@ def test_containers_have_the_time_to_end() -> None:
     assert seconds(services["node"]["stop_grace_period"]) >= node_drain + 2 * STOP_SECONDS
 
 
+def test_rollouts_reach_the_side_of_harnesses_alone_and_redis_asks_for_a_password() -> None:
+    """A rollout with `network: proxy` had the control API at the one port it reaches; who got into the network of Redis had everything."""
+    services = compose()["services"]
+    control = services["proxy"]["environment"]["VERBATIM_CONTROL_PORT"]
+    node = services["node"]["environment"]
+    assert node["VERBATIM_URL"] == services["trainer"]["environment"]["VERBATIM_URL"] == f"http://proxy:{control}"
+    assert node["VERBATIM_HARNESS_URL"] == "http://proxy:8700" and control != "8700"
+    assert {each.rpartition(":")[2] for each in services["proxy"]["ports"]} == {"8700", control}
+    redis, password = services["redis"], "${REDIS_PASSWORD:?set it in deploy/.env}"
+    assert redis["command"][redis["command"].index("--requirepass") + 1] == redis["environment"]["REDISCLI_AUTH"] == password
+    for name in ("proxy", "node"):
+        assert services[name]["environment"]["VERBATIM_REDIS"] == f"redis://:{password}@redis:6379/0"
+
+
 def test_redis_refuses_records_before_its_container_is_killed_for_its_memory() -> None:
     """Killed, it would load its file and be killed again. Something is left for a rewrite of the file."""
     redis = compose()["services"]["redis"]
@@ -240,7 +254,7 @@ def test_redis_refuses_records_before_its_container_is_killed_for_its_memory() -
 def test_prometheus_and_grafana_find_what_they_are_to_show() -> None:
     scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
     (job,) = scraped["scrape_configs"]
-    assert job["metrics_path"] == "/metrics" and job["static_configs"] == [{"targets": ["proxy:8700"]}]
+    assert job["metrics_path"] == "/metrics" and job["static_configs"] == [{"targets": ["proxy:8701"]}]
     targets = {
         each["source"]: each["target"] for service in compose()["services"].values() for each in service.get("configs", ())
     }
