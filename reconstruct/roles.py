@@ -8,7 +8,8 @@ rule       by a rule of the service's operator
 inferred   from the shape of the session or from a prompt. A call of which nothing is known is `main`, inferred
 
 Text never decides what is trained: a user, a tool or the agent could write text that takes a call out of training or puts it in. A
-prompt that reads like a compaction only labels its call, which is trained as without the label. The shape of a session is not text: a
+prompt that reads like a compaction only labels its call, which is trained as without the label, unless the harness's definition declares
+that its compactions are known by what it writes itself (`RoleRule.system`, `RoleRule.user`). The shape of a session is not text: a
 call without tools, at its own root, in a session with a conversation with tools is inferred to be `side` (see `infer_side_calls`);
 the operator decides whether such calls are trained.
 
@@ -45,9 +46,10 @@ expression, which every call would otherwise pay for its whole last message."""
 @dataclass(frozen=True, slots=True)
 class RoleRule:
     """Matches a call if all its conditions do: `header` is present and its value matches `value`; `tools`: the call offers tools or
-    not; `system` matches the system prompt; `text` matches that or the last message. `agent_header` names the agent. `value`,
-    `system` and `text` are regular expressions. Text of a user, a tool or an agent can match `text` and may be in a system prompt:
-    the author of a rule must allow for that.
+    not; `system` matches the system prompt; `user` matches the last message if it is the user's, never a tool's result; `text` matches
+    the system prompt or the last message. `agent_header` names the agent. `value`, `system`, `user` and `text` are regular expressions.
+    Text of a user, a tool or an agent can match `text` and may be in a system prompt, and a user's can match `user`: the author of a rule
+    must allow for that.
 
     Raises ValueError for an unknown role or an invalid expression, on which every call would fail.
     """
@@ -59,13 +61,14 @@ class RoleRule:
     text: str = ""
     agent_header: str = ""
     system: str = ""
+    user: str = ""
 
     def __post_init__(self) -> None:
         for name in ("header", "agent_header"):
             object.__setattr__(self, name, getattr(self, name).lower())
         if self.role not in ROLES:
             raise ValueError(f"the role {self.role!r} is not one of {', '.join(ROLES)}")
-        for expression in (self.value, self.text, self.system):
+        for expression in (self.value, self.text, self.system, self.user):
             try:
                 re.compile(expression)
             except re.error as error:
@@ -80,12 +83,14 @@ def encode_rule(rule: RoleRule) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What rules match: headers with lower-case names, whether tools are offered, the system prompt and the last message."""
+    """What rules match: headers with lower-case names, whether tools are offered, the system prompt and the last message, and whether
+    that is the user's."""
 
     headers: Mapping[str, str]
     tools: bool
     system: str = ""
     last: str = ""
+    from_user: bool = False
 
 
 class Purpose(NamedTuple):
@@ -214,5 +219,7 @@ def _fits(rule: RoleRule, marks: Marks, system: _Text, last: _Text) -> bool:
     if rule.header and not re.search(rule.value, marks.headers[rule.header]):
         return False
     if rule.system and not system.holds(rule.system):
+        return False
+    if rule.user and not (marks.from_user and last.holds(rule.user)):
         return False
     return not rule.text or system.holds(rule.text) or last.holds(rule.text)

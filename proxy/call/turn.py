@@ -128,7 +128,8 @@ def marks_of(request: Request, headers: Mapping[str, str]) -> Marks:
     """What rules about roles look at."""
     messages = request.history
     system = messages[0].message if messages[0].message.get("role") in ("system", "developer") else {}
-    return Marks(headers, bool(request.tools), _text(system), _text(messages[-1].message))
+    last = messages[-1].message
+    return Marks(headers, bool(request.tools), _text(system), _text(last), last.get("role") == "user")
 
 
 def _text(message: Mapping[str, Any]) -> str:

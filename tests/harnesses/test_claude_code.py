@@ -74,6 +74,6 @@ def test_a_compaction_is_a_call_of_its_own_kind_and_what_follows_a_new_row(stage
     # It has everything but its last turn summed up, beside that turn, and the next one begins anew.
     assert played.branches == {2: "new_root"}
     assert [(row["role"], len(row["call_ids"])) for row in played.rows] == [("main", 2), ("compaction", 2), ("main", 5)]
-    # Only its prompt says what it is, which is a label.
-    assert played.calls[2]["role_source"] == "inferred"
-    assert played.accounting["quarantined"] == []
+    # Its definition says how it is known.
+    assert played.calls[2]["role_source"] == "declared"
+    assert [item["reason"] for item in played.accounting["quarantined"]] == ["role_compaction"]

@@ -14,7 +14,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reconstruct.roles import RoleRule, encode_rule
+from reconstruct.records import DECLARED, INFERRED
+from reconstruct.roles import Marks, Purpose, RoleRule, encode_rule, find_purpose
 from rollout.harnesses.catalogue import BUILT_IN, VARIABLE, load, names
 from rollout.harnesses.definition import Harness, check_accepted, parse
 from rollout.harnesses.prepared import (
@@ -459,3 +460,40 @@ def test_what_a_harness_has_no_place_for_is_refused(harness: str, given: dict[st
 def test_a_form_for_servers_that_cannot_be_used_is_refused(form: dict[str, Any], says: str) -> None:
     with pytest.raises(BadDefinition, match=re.escape(says)):
         parse({**LEAST, "mcp": form}, "mine")
+
+
+CLAUDE = "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools.\n\nYour task is to create a detailed summary of the conversation so far"
+COMPACTIONS = {
+    "claude-code": Marks({}, True, "You are Claude Code", CLAUDE, from_user=True),
+    "codex": Marks({}, False, "You are Codex", "You are performing a CONTEXT CHECKPOINT COMPACTION.", from_user=True),
+    "gemini-cli": Marks(
+        {}, False, "distilling chat history into a structured XML <state_snapshot>", "First, reason", from_user=True
+    ),
+    "qwen-code": Marks({}, False, "distill the history into a <state_snapshot>", "First, reason", from_user=True),
+    "opencode": Marks(
+        {}, False, "You are a helpful AI assistant tasked with summarizing conversations.", "Sum up", from_user=True
+    ),
+    "pi": Marks({}, False, "You are a context summarization assistant.", "<conversation>", from_user=True),
+    "kimi-cli": Marks({}, False, "You compact the context of a conversation.", "...", from_user=True),
+    "openhands": Marks({}, False, "", "You are maintaining a context-aware state summary", from_user=True),
+    "kilo": Marks({}, False, "You are a helpful AI assistant tasked with summarizing conversations.", "Sum up", from_user=True),
+    "aider": Marks({}, False, "*Briefly* summarize this partial conversation about programming.", "# USER", from_user=True),
+}
+
+
+@pytest.mark.parametrize("name", COMPACTIONS)
+def test_the_compaction_of_every_shipped_harness_is_declared_and_so_not_trained(name: str) -> None:
+    """Claude Code's was trained with the rollout's reward, Codex's was not."""
+    rules = load(name).roles
+    assert find_purpose(COMPACTIONS[name], declared=rules) == Purpose("compaction", "", DECLARED)
+    work = Marks({}, name != "aider", "You are an agent", "fix it", from_user=True)
+    assert find_purpose(work, declared=rules).role == "main"
+
+
+@pytest.mark.parametrize("name", COMPACTIONS)
+def test_no_tool_result_makes_a_call_a_compaction(name: str) -> None:
+    """An agent that prints a harness's own words would take its calls out of training."""
+    for words in (each.last for each in COMPACTIONS.values()):
+        for last in (words, f"{words} <state_snapshot> summarizing conversations"):
+            read = find_purpose(Marks({}, True, "You are an agent", last, from_user=False), declared=load(name).roles)
+            assert read.role == "main" or read.source == INFERRED
