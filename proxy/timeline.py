@@ -29,7 +29,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextvars import ContextVar
-from itertools import compress, takewhile
+from itertools import compress
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -235,11 +235,9 @@ class CancelScope:
       be asked, or does not answer in time, is hung up on: it sees a disconnected client, and the call gets EngineFailed;
     - while anything else is done, such as recording, it goes on to its end."""
 
-    def __init__(self, session_id: str, call_id: str, choices: int = 1) -> None:
+    def __init__(self, session_id: str, call_id: str) -> None:
         self.session_id = session_id
         self.call_id = call_id
-        self.choices = choices
-        """How many calls the request becomes when it is recorded."""
         self.cancelled = False
         self.hung_up = False
         self.may_have_sampled = False
@@ -348,10 +346,6 @@ class Inflight:
     def list_running(self) -> dict[str, str]:
         """The session of each call, by its id."""
         return {scope.call_id: session_id for session_id, scopes in self._scopes.items() for scope in scopes}
-
-    def before(self, call: CancelScope) -> list[CancelScope]:
-        """The session's calls that entered before this one."""
-        return list(takewhile(lambda scope: scope is not call, self._scopes.get(call.session_id, ())))
 
     def enter(self, scope: CancelScope) -> None:
         self._scopes.setdefault(scope.session_id, {})[scope] = None

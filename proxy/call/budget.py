@@ -1,87 +1,80 @@
 """A session's budget: how many calls and tokens it may spend, whatever its harness does.
 
-What is spent is counted over the records of the session's calls, so that all processes count alike. A call that the budget does not
-cover is refused before its engine is asked; one that it covers in part samples so many tokens and no more. Calls under way in this
-process count as calls; calls that are under way at once may together go over a budget of tokens. Reservations would prevent that and do
-worse: a call may sample all that is left, so the call beside it would be refused, and end the harness's run, though both fit.
+What is spent is counted over the records of the session's calls, and what calls under way may still spend over their intents, in the step
+that writes an intent: so all processes count alike, and no budget is gone over. A call that the budget does not cover is refused before
+its engine is asked; one that it covers in part samples so many tokens and no more. A call reserves as many tokens as it may sample, at most
+its engine's window. One that finds too little unreserved, while there is something left, waits for the calls beside it: mostly they sample
+less than they may, and a refusal would end the harness's run though both fit. A reservation stands on the intent and ends with it, or with
+its process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from proxy.call.turn import Turn
 from proxy.errors import BudgetExhausted
-from proxy.store.states import SessionInfo
-from proxy.timeline import CancelScope
+from proxy.store.states import SessionInfo, Share
 from reconstruct.accounting import Settled
 from reconstruct.records import Forest, order_key
 
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """What is left of a budget; None: any number."""
-
-    calls: int | None = None
-    completion_tokens: int | None = None
-    total_tokens: int | None = None
-
-    @classmethod
-    def of(cls, info: SessionInfo, forest: Forest) -> Left:
-        """After the calls of `forest`. Prompts whose ids are not known count nothing."""
-        sampled = asked = 0
-        if info.max_completion_tokens is not None or info.max_total_tokens is not None:
-            sampled = sum(len(call.node.completion_ids) for call in forest.calls.values())
-            asked = sum(map(forest.prompt_length, forest.calls))
-        return cls(
-            None if info.max_calls is None else info.max_calls - len(forest.calls),
-            None if info.max_completion_tokens is None else info.max_completion_tokens - sampled,
-            None if info.max_total_tokens is None else info.max_total_tokens - asked - sampled,
-        )
-
-    @property
-    def spent(self) -> str:
-        """The first budget of which nothing is left, "" while there is something of each."""
-        parts = {
-            "max_calls": self.calls,
-            "max_completion_tokens": self.completion_tokens,
-            "max_total_tokens": self.total_tokens,
-        }
-        return next((name for name, left in parts.items() if left is not None and left < 1), "")
+LEAST_TOKENS = 256
+"""A call begins beside others with this many tokens per choice, even where it may sample more."""
 
 
-def check_budget(turn: Turn, before: Iterable[CancelScope]) -> None:
-    """Raises BudgetExhausted where the call is not covered. `before`: the session's calls that entered this process earlier and are
-    still under way: of calls that come at once the first ones are covered."""
-    info, forest = turn.tree.info, turn.tree.forest
-    left = Left.of(info, forest)
-    earlier = sum(scope.choices for scope in before if scope.call_id not in forest.calls)
-    if left.calls is not None and left.calls < earlier + turn.request.n:
+def count_left(info: SessionInfo, forest: Forest) -> Share:
+    """What is left of the budget after the calls of `forest`. Prompts whose ids are not known count nothing."""
+    sampled = asked = 0
+    if info.max_completion_tokens is not None or info.max_total_tokens is not None:
+        sampled = sum(len(call.node.completion_ids) for call in forest.calls.values())
+        asked = sum(map(forest.prompt_length, forest.calls))
+    return Share(
+        None if info.max_calls is None else info.max_calls - len(forest.calls),
+        None if info.max_completion_tokens is None else info.max_completion_tokens - sampled,
+        None if info.max_total_tokens is None else info.max_total_tokens - asked - sampled,
+    )
+
+
+def find_spent(left: Share) -> str:
+    """The first budget of which nothing is left, "" while there is something of each."""
+    parts = {"max_calls": left.calls, "max_completion_tokens": left.completion_tokens, "max_total_tokens": left.total_tokens}
+    return next((name for name, amount in parts.items() if amount is not None and amount < 1), "")
+
+
+def claim_share(turn: Turn, left: Share, held: Share, window: int | None) -> Share | None:
+    """What the call reserves of what is `left` beside what calls under way have `held`; None: too little, for the time being. `window`: the
+    most tokens that a prompt and its reply have together. Raises BudgetExhausted where the call is not covered, whatever becomes of the
+    others; calls under way are calls whatever becomes of them."""
+    info, n = turn.tree.info, turn.request.n
+    if left.calls is not None and left.calls - (held.calls or 0) < n:
         raise _exhausted(info, "max_calls")
-    if left.spent:
-        raise _exhausted(info, left.spent)
+    if spent := find_spent(left):
+        raise _exhausted(info, spent)
+    asked = [each for each in (turn.sampling.get("max_tokens"), window) if each]
+    sampled = _claim(left.completion_tokens, held.completion_tokens, n, min(asked, default=None), LEAST_TOKENS)
+    total = _claim(left.total_tokens, held.total_tokens, n, window, None)
+    return None if 0 in (sampled, total) else Share(n, sampled, total)
 
 
-def fit_budget(turn: Turn, sampling: dict[str, Any], prompt_length: int = 0) -> None:
-    """Clamp max_tokens to what the budget leaves beside the prompt. Raises BudgetExhausted where that is nothing."""
-    info = turn.tree.info
-    left = Left.of(info, turn.tree.forest)
-    rooms = {"max_completion_tokens": left.completion_tokens}
-    rooms["max_total_tokens"] = None if left.total_tokens is None else left.total_tokens - prompt_length * turn.request.n
+def _claim(left: int | None, held: int | None, n: int, wanted: int | None, least: int | None) -> int | None:
+    """How many tokens `n` choices reserve that want so many each (None: all), 0 if not even the `least` (None: what is wanted) is free."""
+    if left is None:
+        return None
+    most = left if wanted is None else min(left, n * wanted)
+    free = left - (held or 0)
+    return min(most, free) if free >= (most if least is None else min(most, n * least)) else 0
+
+
+def fit_budget(turn: Turn, granted: Share, sampling: dict[str, Any], prompt_length: int = 0) -> None:
+    """Clamp max_tokens to what the call reserved beside the prompt. Raises BudgetExhausted where that is nothing."""
+    rooms = {"max_completion_tokens": granted.completion_tokens}
+    rooms["max_total_tokens"] = None if granted.total_tokens is None else granted.total_tokens - prompt_length * turn.request.n
     for name, room in rooms.items():
         if room is not None:
             if room < turn.request.n:
-                raise _exhausted(info, name)
+                raise _exhausted(turn.tree.info, name)
             share = room // turn.request.n
             sampling["max_tokens"] = min(sampling.get("max_tokens") or share, share)
-
-
-def find_room(turn: Turn) -> int | None:
-    """How many tokens the call's prompts and replies may have together; None: any number."""
-    info = turn.tree.info
-    return None if info.max_total_tokens is None else Left.of(info, turn.tree.forest).total_tokens
 
 
 def exhaust_total(turn: Turn) -> BudgetExhausted:
@@ -100,7 +93,7 @@ def cut_call(info: SessionInfo, settled: Settled, refused: bool) -> str | None:
     last = max((call for call in forest.calls.values() if settled.has_row(call.call_id)), key=order_key, default=None)
     if last is None:
         return None
-    goes_on = last.finish_reason in ("tool_calls", "length") and bool(Left.of(info, forest).spent)
+    goes_on = last.finish_reason in ("tool_calls", "length") and bool(find_spent(count_left(info, forest)))
     return last.call_id if refused or goes_on else None
 
 

@@ -64,6 +64,7 @@ class Harness:
             services.sessions,
             services.trees,
             services.inflight,
+            services.peers,
             services.metrics,
             Media(services.media, services.settings.image_cache_bytes),
             services.outbound,

@@ -15,9 +15,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from proxy.call.budget import check_budget, exhaust_total, find_room, fit_budget
+from proxy.call.budget import claim_share, count_left, exhaust_total, fit_budget
 from proxy.call.lookahead import choose, find_lookahead
 from proxy.call.media import Media
+from proxy.call.peers import Peers
 from proxy.call.prompts import plan_prompt, prompt_continuation
 from proxy.call.record import call_records, minted_choice, minted_delta, place
 from proxy.call.recording import Live, Recalled, Recording, Refused, Replayed
@@ -64,8 +65,8 @@ from proxy.errors import (
 from proxy.metrics import Metrics
 from proxy.outbound import Outbound
 from proxy.settings import Settings
-from proxy.store.sessions import SessionStore
-from proxy.store.states import Intent, Lookahead, SessionInfo
+from proxy.store.sessions import Begun, SessionStore
+from proxy.store.states import NO_SHARE, Intent, Lookahead, SessionInfo, Share
 from proxy.timeline import COMMIT, ENGINE, INTENT, PLAN, QUEUE, REPLY, SAMPLE, STORE, CancelScope, Inflight, Timeline, Waiting
 from reconstruct.codec import encode
 from reconstruct.messages import hash_bytes
@@ -75,6 +76,9 @@ from reconstruct.roles import find_purpose
 
 _TRIES = 50
 """How often a call looks for its parent again because other calls of its session were recorded meanwhile."""
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+"""Between two looks whether calls beside it have left something of the session's budget, in seconds."""
 
 _JUDGE_TOKENS = 4096
 """What a judge may think before it chooses."""
@@ -94,6 +98,7 @@ class Flow:
         sessions: SessionStore,
         trees: SessionTrees,
         inflight: Inflight,
+        peers: Peers,
         metrics: Metrics,
         media: Media,
         outbound: Outbound,
@@ -106,6 +111,7 @@ class Flow:
         self._sessions = sessions
         self._trees = trees
         self._inflight = inflight
+        self._peers = peers
         self._metrics = metrics
         self._replays = Replays(pool, sessions, trees, metrics)
 
@@ -140,7 +146,7 @@ class Flow:
             request,
             hash_bytes(body),
             call_ids,
-            CancelScope(info.session_id, call_ids[0], len(call_ids)),
+            CancelScope(info.session_id, call_ids[0]),
             started_at=recorded[0].started_at if recorded else time.time(),
             clock=time.perf_counter(),
             timeline=timeline,
@@ -200,7 +206,7 @@ class Flow:
 
         async def sample(replica: Replica) -> Sampled:
             found = continuation(tree, request, replica.policy)
-            return await self._sample(await self._plan(judging, replica, found), lambda piece: None)
+            return await self._sample(await self._plan(judging, replica, found, NO_SHARE), lambda piece: None)
 
         sampled = await self._sample_at_some_replica(judging, sample)
         if sampled.outcome.broken is not None:
@@ -239,60 +245,72 @@ class Flow:
                         raise
 
     async def _sample_at(self, turn: Turn, emit: Emit, replica: Replica) -> Sampled:
-        found = await self._begin(turn, replica)
+        found, granted = await self._begin(turn, replica)
         try:
-            return await self._sample(await self._plan(turn, replica, found), emit)
+            return await self._sample(await self._plan(turn, replica, found, granted), emit)
         except VerbatimError:
             if not (turn.scope.hung_up and turn.scope.may_have_sampled):
                 # Otherwise the engine may have sampled tokens that are not known here, and the intent says so.
                 await self._sessions.drop_intent(turn.session_id, turn.call_id)
             raise
 
-    async def _begin(self, turn: Turn, replica: Replica) -> Continuation:
-        """Find the call that this one continues and record the intent, again where other processes recorded calls meanwhile.
+    async def _begin(self, turn: Turn, replica: Replica) -> tuple[Continuation, Share]:
+        """Find the call that this one continues and record the intent, again where other processes recorded calls meanwhile, with what it
+        reserves of the session's budget.
 
         Raises Conflict for a session that is not open, NotFound where there is none, SessionFull, BudgetExhausted, and as the store."""
         turn.timeline.replica, turn.timeline.api = replica.name, replica.api or ""
         turn.timeline.begin(INTENT)
         find = continuation if turn.request.prompt is None else prompt_continuation
-        for _ in range(_TRIES):
+        tries, waits, held = _TRIES, 0, NO_SHARE
+        while tries:
             found = find(turn.tree, turn.request, replica.policy)
-            if turn.tree.has_budget:
-                check_budget(turn, self._inflight.before(turn.scope))
-            parent_id = found.parent.call_id if found.parent else None
-            intent = Intent(turn.call_id, parent_id, turn.digest, replica.name, turn.started_at)
+            left = count_left(turn.tree.info, turn.tree.forest) if turn.tree.has_budget else NO_SHARE
+            share = claim_share(turn, left, held, replica.max_model_len) if turn.tree.has_budget else NO_SHARE
+            if share is None:
+                with turn.scope.interruptible():
+                    await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(waits, 8)))
+                tries, waits, held = _TRIES, waits + 1, NO_SHARE
+                continue
             known = turn.tree.known
-            with Waiting(STORE):
-                begun = await self._sessions.begin(
-                    turn.session_id,
-                    known,
-                    intent,
-                    self._settings.max_session_bytes,
-                    created_at=turn.tree.info.created_at,
-                )
+            begun = await self._write_intent(turn, replica, found, left, share)
             if begun.accepted:
                 turn.request.engine_messages = turn.tree.engine_messages(turn.request.history)
-                return found
+                return found, share
+            if begun.status == "reserved":
+                held = NO_SHARE if await self._peers.give_up_dead(turn.session_id) else begun.reserved
+                continue
+            tries -= 1
             self._trees.check_open(turn.tree, begun)
             if begun.status == "full":
                 raise _full(turn.session_id, self._settings.max_session_bytes)
             turn.tree.learn(begun.records, known)
         raise Unavailable(f"session '{turn.session_id}' is too busy; try again")
 
-    async def _plan(self, turn: Turn, replica: Replica, found: Continuation) -> Planned:
+    async def _write_intent(self, turn: Turn, replica: Replica, found: Continuation, left: Share, share: Share) -> Begun:
+        parent_id = found.parent.call_id if found.parent else None
+        intent = Intent(turn.call_id, parent_id, turn.digest, replica.name, turn.started_at)
+        most, created_at = self._settings.max_session_bytes, turn.tree.info.created_at
+        known = turn.tree.known
+        with Waiting(STORE):
+            return await self._sessions.begin(
+                turn.session_id, known, intent, most, left=left, wanted=share, created_at=created_at
+            )
+
+    async def _plan(self, turn: Turn, replica: Replica, found: Continuation, granted: Share) -> Planned:
         """The prompt's ids, for an engine that takes ids and does not plan itself, and sampling that fits window and budget."""
         kind, sampling = self._kinds.of(replica), dict(turn.sampling)
         if turn.tree.has_budget:
-            fit_budget(turn, sampling)
+            fit_budget(turn, granted, sampling)
         if turn.request.images and not turn.request.image_bytes:
             await self._media.load(turn.draft, turn.request)
         if not kind.takes_ids:
-            return Planned(turn, replica, found, None, sampling)
+            return Planned(turn, replica, found, None, sampling, granted)
         turn.timeline.begin(PLAN)
         if turn.request.prompt is None:
             refuse_media(turn.request, found, self._kinds, kind)
         if kind.plans(replica, turn.request):
-            return Planned(turn, replica, found, None, sampling)
+            return Planned(turn, replica, found, None, sampling, granted)
         with turn.scope.interruptible():
             if turn.request.prompt is None:
                 found, plan = await self._plan_messages(turn, replica, found)
@@ -303,8 +321,8 @@ class Flow:
             check_places(turn.request, plan.media)
         fit_window(turn.request, replica, sampling, len(plan.prompt_ids))
         if turn.tree.has_budget:
-            fit_budget(turn, sampling, len(plan.prompt_ids))
-        return Planned(turn, replica, found, plan, sampling)
+            fit_budget(turn, granted, sampling, len(plan.prompt_ids))
+        return Planned(turn, replica, found, plan, sampling, granted)
 
     async def _plan_messages(self, turn: Turn, replica: Replica, found: Continuation) -> tuple[Continuation, TokenPlan]:
         kind, id_text = self._kinds.of(replica), self._kinds.id_text(turn.session_id)
@@ -368,7 +386,7 @@ class Flow:
             parent_of(tree, found, planned.turn.request),
             tree.turn_ends.get(found.root),
             self._settings.thinking == "retain",
-            find_room(planned.turn) if tree.has_budget else None,
+            planned.granted.total_tokens,
             known,
             take,
         )

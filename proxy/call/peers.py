@@ -79,6 +79,15 @@ class Peers:
             if (intent.call_id in here if intent.process == self.process else intent.process in alive)
         }
 
+    async def give_up_dead(self, session_id: str) -> bool:
+        """Gives up the session's calls of processes that are dead, which hold some of its budget; whether there were any."""
+        held = [each for each in await self._sessions.load_intents(session_id) if each.process not in ("", self.process)]
+        alive = await self.in_flight(held)
+        dead = [each for each in held if each.call_id not in alive]
+        for each in dead:
+            await self._sessions.give_up(session_id, each)
+        return bool(dead)
+
     async def _cut_elsewhere(self, session_id: str, deadline: float) -> None:
         asked_at = float("-inf")
         seen_alive: dict[str, float] = {}

@@ -21,7 +21,7 @@ from proxy.engine.apis.renderer import Rendered
 from proxy.engine.apis.reply import Outcome
 from proxy.engine.replica import Replica
 from proxy.errors import ContextTooLong, RequestError
-from proxy.store.states import Lookahead
+from proxy.store.states import NO_SHARE, Lookahead, Share
 from proxy.timeline import CancelScope, Timeline
 from reconstruct.media import Media, Ranges, find_placeholders, name_ranges
 from reconstruct.messages import Message, dress, name_calls, plain_content
@@ -81,13 +81,14 @@ class Turn:
 @dataclass(frozen=True, slots=True)
 class Planned:
     """A call at its replica. `plan` is None where the engine renders the messages; `sampling` is what the engine is asked for, into
-    which its kind may write what it reduced."""
+    which its kind may write what it reduced. `granted` is what the call reserved of the session's budget."""
 
     turn: Turn
     replica: Replica
     found: Continuation
     plan: TokenPlan | None
     sampling: dict[str, Any]
+    granted: Share = NO_SHARE
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,30 +10,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import re
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from proxy.errors import Conflict, NotFound, StoreUnavailable
 from proxy.store import keys
 from proxy.store.connection import Argument, Script, StoreConnection
 from proxy.store.keys import SCHEMA, pack, pack_versioned, parse_hash, unpack, unpack_versioned
-from proxy.store.states import Fork, Intent, SessionInfo, SessionListing, SessionState, Unserved, parse_state
+from proxy.store.states import NO_SHARE, Fork, Intent, SessionInfo, SessionListing, SessionState, Share, Unserved, parse_state
 
 _REFERENCE = b"\xc1"
+_RESERVED = re.compile(rb"\A\d+ \d+ \d+\n")
+"""Before an intent: what its call holds of the budget, as `begin.lua` writes and reads it. MessagePack begins with another byte."""
 OPENING_SECONDS = 60.0
 """How long a fork that was announced may take to exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The answer of `begin`. `status` is the session's, or "missing", or "full". `accepted`: the intent was written, because the session
-    is open and `known_calls` was current. Otherwise `records` are the calls that the caller did not know. A caller that knows more calls
-    than there are means a deleted session of the same id, which is missing."""
+    """The answer of `begin`. `status` is the session's, or "missing", or "full", or "reserved". `accepted`: the intent was written, because
+    the session is open, `known_calls` was current and the budget covers what the intent reserves. Otherwise `records` are the calls that
+    the caller did not know, or `reserved` is what the intents of calls under way hold. A caller that knows more calls than there are means
+    a deleted session of the same id, which is missing."""
 
     status: str
     accepted: bool
     records: Sequence[bytes] = ()
+    reserved: Share = NO_SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,24 +115,48 @@ class SessionStore:
         return bool(removed)
 
     async def begin(
-        self, session_id: str, known_calls: int, intent: Intent, most_bytes: int = 0, *, created_at: float | None = None
+        self,
+        session_id: str,
+        known_calls: int,
+        intent: Intent,
+        most_bytes: int = 0,
+        *,
+        left: Share = NO_SHARE,
+        wanted: Share = NO_SHARE,
+        created_at: float | None = None,
     ) -> Begun:
-        """Writes the intent. A session whose calls hold `most_bytes` or more (0: unlimited) has the status "full"."""
-        signed = Intent(
-            intent.call_id, intent.parent_id, intent.digest, intent.replica, intent.started_at, process=self._process
-        )
+        """Writes the intent. A session whose calls hold `most_bytes` or more (0: unlimited) has the status "full"; one that has `left` of
+        its budget after `known_calls`, and less than `wanted` beside what calls under way hold, "reserved". Accepted, the call holds what
+        is `wanted` until its intent is gone or given up."""
+        signed = replace(intent, process=self._process)
         # The intent may have been written even when no answer arrives.
         self._unsettled[intent.call_id] = _Unsettled(session_id, None)
         answers = self._answers.encode(session_id)
-        args = (_number(created_at), known_calls, intent.call_id, pack((SCHEMA, signed)), most_bytes, *answers)
+        amounts = (
+            left.calls,
+            left.completion_tokens,
+            left.total_tokens,
+            wanted.calls,
+            wanted.completion_tokens,
+            wanted.total_tokens,
+        )
+        args = (
+            _number(created_at),
+            known_calls,
+            intent.call_id,
+            pack((SCHEMA, signed)),
+            most_bytes,
+            *("" if each is None else each for each in amounts),
+            *answers,
+        )
         parts = (*_with_intents(session_id), *_answers_of(session_id))
-        status, accepted, records = await self._run("begin", parts, args)
+        status, accepted, records, *reserved = await self._run("begin", parts, args)
         if accepted:
             self._answers.forget(session_id, answers)
             self._unsettled[intent.call_id] = _Unsettled(session_id, intent)
         else:
             self._unsettled.pop(intent.call_id, None)
-        return Begun(status.decode(), bool(accepted), await self.resolve(records))
+        return Begun(status.decode(), bool(accepted), await self.resolve(records), Share(*reserved))
 
     async def replay(
         self,
@@ -223,6 +252,10 @@ class SessionStore:
         """Notes with a closed session how many tokens were sampled in it."""
         await self._run("note_sampled", _state_and_calls(session_id), (tokens,))
 
+    async def give_up(self, session_id: str, intent: Intent) -> None:
+        """Gives up the call of a process that is dead: it is dangling, and what it reserved is free."""
+        await self._run("disown", _with_intents(session_id), (intent.call_id, pack_versioned(replace(intent, process=""))))
+
     async def disown(self, running: Container[str]) -> None:
         """Settles the intents of this process whose calls are not `running` any more, for when the store was away as they ended: drops
         those without a call, and gives the others up, so that they are dangling. Writes the outcomes that wait."""
@@ -314,7 +347,9 @@ class SessionStore:
     async def load_intents(self, session_id: str) -> list[Intent]:
         """Those without a record, in the order in which they were written."""
         blobs = await self._redis.execute("HVALS", keys.intents(session_id))
-        return sorted((unpack_versioned(blob, Intent) for blob in blobs), key=lambda intent: intent.started_at)
+        return sorted(
+            (unpack_versioned(_RESERVED.sub(b"", blob), Intent) for blob in blobs), key=lambda intent: intent.started_at
+        )
 
     async def set_reward(
         self,

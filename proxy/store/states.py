@@ -138,10 +138,23 @@ class SessionState:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """Of a session's budget: calls, sampled tokens, and tokens of prompts and replies. None: any number."""
+
+    calls: int | None = None
+    completion_tokens: int | None = None
+    total_tokens: int | None = None
+
+
+NO_SHARE = Share()
+
+
+@dataclass(frozen=True, slots=True)
 class Intent:
     """Written before the engine samples. One that stays without a record is a dangling call.
 
-    `process` asks the engine, and the call is in flight while that process lives; "" once the process has given the call up."""
+    `process` asks the engine, and the call is in flight while that process lives; "" once the process has given the call up. Until then
+    what the call reserved of the session's budget stands on it in the store (`SessionStore.begin`)."""
 
     call_id: str
     parent_id: str | None

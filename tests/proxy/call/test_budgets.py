@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
+from proxy.store.connection import StoreConnection
+from proxy.store.sessions import SessionStore
+from proxy.store.states import Intent, Share
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.service import plain_http
@@ -165,6 +169,85 @@ def test_every_process_counts_alike(engine: ScriptedEngine, running: Running) ->
     assert ask(session).status_code == 401
     assert plain_http.post(f"{elsewhere}/chat/completions", json=body, headers=headers).status_code == 401
     assert len(session.calls) == 2
+
+
+def ask_everywhere(running: Running, session: Session, count: int, **fields: Any) -> list[httpx.Response]:
+    """So many calls at once, of two services by turns."""
+    here, there = running[1]["token"], running[1]["chat"]
+    urls = [session.base_url, session.base_url.replace(here.url, there.url)]
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    body = {"model": "policy", "messages": USER, **fields}
+    with ThreadPoolExecutor(count) as pool:
+        calls = [
+            pool.submit(plain_http.post, f"{urls[i % 2]}/chat/completions", json=body, headers=headers) for i in range(count)
+        ]
+        return [call.result() for call in calls]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_calls_at_once_in_two_processes_do_not_go_over_the_budget_of_calls(
+    engine: ScriptedEngine, running: Running, n: int
+) -> None:
+    """Each process counted the calls that it had under way: two let in two too many."""
+    session = running[1]["token"].session(max_calls=7)
+    engine.script = lambda generation, index: Say("hello", seconds_per_token=0.05)
+    statuses = [answer.status_code for answer in ask_everywhere(running, session, 24, n=n)]
+    assert sorted(statuses) == [200] * (7 // n) + [401] * (24 - 7 // n)
+    assert len(session.calls) == 7 // n * n
+
+
+@pytest.mark.parametrize(("fields", "limit"), [({}, 40), ({"max_tokens": 5}, 40), ({"n": 3}, 41)])
+def test_calls_at_once_in_two_processes_do_not_go_over_the_budget_of_tokens(
+    engine: ScriptedEngine, running: Running, fields: dict[str, int], limit: int
+) -> None:
+    """Each could sample all that was left when it began: 150 calls at once sampled 495 tokens of 40."""
+    session = running[1]["token"].session(max_completion_tokens=limit)
+    engine.script = lambda generation, index: Say(LONG, seconds_per_token=0.01)
+    answers = ask_everywhere(running, session, 40, **fields)
+    sampled = [len(call["completion_ids"]) for call in session.calls]
+    n = fields.get("n", 1)
+    assert limit - n < sum(sampled) <= limit and {answer.status_code for answer in answers} == {200, 401}
+
+
+def test_calls_at_once_do_not_go_over_the_budget_of_all_tokens(engine: ScriptedEngine, token_service: RunningService) -> None:
+    first = token_service.session()
+    engine.say("hello")
+    ask(first)
+    prompt = len(first.calls[0]["prompt_ids"])
+    limit = 3 * (prompt + 8)
+    session = token_service.session(max_total_tokens=limit)
+    engine.script = lambda generation, index: Say(LONG, seconds_per_token=0.01)
+    with ThreadPoolExecutor(20) as pool:
+        list(pool.map(lambda _: ask(session), range(20)))
+    spent = sum(len(call["prompt_ids"]) + len(call["completion_ids"]) for call in session.calls)
+    assert limit - prompt <= spent <= limit
+
+
+def test_a_call_waits_for_tokens_that_another_may_not_need(engine: ScriptedEngine, running: Running) -> None:
+    session, gate = running[1]["token"].session(max_completion_tokens=30), threading.Event()
+    engine.script = lambda generation, index: Say("hello", gate=gate)
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(ask, session) for _ in range(2)]
+        engine.wait_for(lambda: len(engine.generations) == 1, 60)
+        gate.set()
+        assert [call.result().status_code for call in calls] == [200, 200]
+    assert len(session.calls) == 2
+
+
+async def test_what_a_killed_process_reserved_is_free_again(engine: ScriptedEngine, token_service: RunningService) -> None:
+    """Its calls are begun for good, and nobody will record them."""
+    session = token_service.session(max_calls=1, max_completion_tokens=30)
+    store = StoreConnection(token_service.settings.redis)
+    try:
+        killed = SessionStore(store, "a process that never beats")
+        intent = Intent("0" * 24, None, b"digest", "engine", 1.0)
+        begun = await killed.begin(session.session_id, 0, intent, left=Share(1, 30), wanted=Share(1, 30))
+        assert begun.accepted
+    finally:
+        await store.close()
+    engine.say("hello")
+    assert (await asyncio.to_thread(ask, session)).status_code == 200
+    assert (await asyncio.to_thread(ask, session)).status_code == 401
 
 
 def test_a_trainer_is_told_that_the_budget_ended_the_run(engine: ScriptedEngine, token_service: RunningService) -> None:
