@@ -186,7 +186,7 @@ def check_engine(url: str) -> Check:
 
 
 async def check_redis(url: str) -> list[Check]:
-    """A Redis, asked directly: its version, whether it keeps what it holds, whether it evicts, and its clock."""
+    """A Redis, asked directly: whether it takes records, its version, whether it keeps what it holds, whether it evicts, and its clock."""
     if find_missing(EXTRAS["proxy"]):
         return [Check("redis", "note", f"{url} was not checked", "pip install 'verbatim-rl[proxy]'")]
     from cli.node import connect
@@ -198,11 +198,12 @@ async def check_redis(url: str) -> list[Check]:
         return [Check("redis", "fix", str(refusal))]
     try:
         servers = await connection.read_info()
+        checks = [check for info in servers for check in _judge_redis(info)]
+        return [*checks, *(Check("redis", "note", note) for note in await connection.check())]
     except StoreUnavailable as error:
         return [Check("redis", "fix", error.message)]
     finally:
         await connection.close()
-    return [check for info in servers for check in _judge_redis(info)]
 
 
 def check_embedded_store() -> Check:
@@ -230,14 +231,6 @@ def _judge_redis(info: Mapping[str, Any]) -> Iterator[Check]:
         yield Check("redis", "ok", f"{product} version {version}, {info['used_memory_human']} used of {limit}")
     if holes := describe_holes(info):
         yield Check("redis", "note", holes, REPLACE)
-    if info.get("aof_last_write_status") == "err":
-        yield Check("redis", "fix", "it cannot write its append-only file, and takes no records", "make room on its disk")
-    for fact, what in (
-        ("aof_last_bgrewrite_status", "rewrite its append-only file"),
-        ("rdb_last_bgsave_status", "write a snapshot"),
-    ):
-        if info.get(fact) == "err":
-            yield Check("redis", "note", f"it could not {what}", "see its log, and the room on its disk")
     if not info.get("aof_enabled"):
         yield Check("redis", "note", "no append-only file", "records are lost when it dies: set appendonly yes")
     if info.get("maxmemory") and info.get("maxmemory_policy") != "noeviction":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import re
@@ -16,7 +17,7 @@ import pytest
 from openai import APIStatusError
 from redis.crc import key_slot
 
-from cli.doctor import _judge_redis
+from cli.doctor import check_redis
 from proxy.store import keys
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import (
@@ -72,6 +73,10 @@ def test_a_part_of_a_cluster_that_is_away_takes_neither_the_rest_nor_an_engine_o
             wait_until(seen, 60, "the part is missed")
             ready = service.request("GET", "/readyz")
             (note,) = ready.json()["notes"]
+            assert any(
+                check.state == "note" and "a part of the store is away" in check.found
+                for check in asyncio.run(check_redis(cluster.url))
+            )
             assert ready.status_code == 200 and f"127.0.0.1:{lost.port}" in note and "of 16384 slots" in note
             engine.say("after")
             assert here.answer("q2")["content"] == "after"
@@ -124,8 +129,8 @@ def test_a_full_disk_is_not_ready_and_no_message_quotes_a_script(tmp_path: Path,
             with server.client() as client:
                 client.set("ballast", os.urandom(2**19))
                 wait_until(lambda: client.info()["aof_last_write_status"] == "err", 60, "a write has failed")
-                (check, *_) = (check for check in _judge_redis(client.info()) if "append-only" in check.found)
-                assert check.state == "fix"
+            (check,) = asyncio.run(check_redis(server.url))
+            assert check.state == "fix" and "cannot write to its disk" in check.found
             ready = service.request("GET", "/readyz")
             assert ready.status_code == 503 and "cannot write to its disk (MISCONF)" in ready.json()["reason"]
             with pytest.raises(APIStatusError) as refused:
