@@ -154,6 +154,12 @@ class Metrics:
         self._branches = Counter(
             "verbatim_branches", "Calls that do not extend their parent.", ("reason",), registry=self.registry
         )
+        self._projections = Counter(
+            "verbatim_projections",
+            "Calls that continue a reply otherwise than it was sampled.",
+            ("projection",),
+            registry=self.registry,
+        )
         self._refused = Counter(
             "verbatim_refused", "Calls answered with an error.", ("dialect", "code"), registry=self.registry
         )
@@ -222,6 +228,8 @@ class Metrics:
             self._sampled_tokens.inc(len(call.node.completion_ids))
             if call.node.branch_reason:
                 self._branches.labels(call.node.branch_reason).inc()
+            for loss in call.projection.split(",") if call.projection not in ("", "exact") else ():
+                self._projections.labels(loss).inc()
         self._engine_seconds.observe(engine_seconds)
         self._own_seconds.observe(max(0.0, seconds - engine_seconds))
 

@@ -13,6 +13,7 @@ prompt, which only a rendering can tell: they are the call's `dress`.
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -142,6 +143,26 @@ def reasoning_of(message: Message) -> str:
     """The reasoning of an assistant message, under either field name."""
     text = message.get("reasoning_content") or message.get("reasoning") or ""
     return text if isinstance(text, str) else ""
+
+
+_THOUGHT_END = re.compile(r"</(?:\w+:)?(?:think|thinking|thoughts?|reason|reasoning)>|\[/THINK\]|◁/think▷")
+_THOUGHT_BEGIN = re.compile(r"\s*(?:<[^<>\s]+>|\[THINK\]|◁think▷)")
+
+
+def split_thought(message: Message) -> tuple[str, str] | None:
+    """The content of a reply as far as its thought goes, and from the mark on that ends it, where the engine left a thought in the content;
+    None if there is none. Marks are those of the large families."""
+    content = message.get("content")
+    found = _THOUGHT_END.search(content) if isinstance(content, str) and not reasoning_of(message) else None
+    if not isinstance(content, str) or found is None:
+        return None
+    thought, rest = content[: found.start()], content[found.start() :]
+    return (thought, rest) if _THOUGHT_BEGIN.sub("", thought, count=1).strip() else None
+
+
+def drop_thought(content: str) -> str:
+    """What follows the last mark that ends a thought."""
+    return _THOUGHT_END.split(content)[-1].lstrip("\n")
 
 
 def without_lines(message: Message, volatile: Pattern[str]) -> Message:
@@ -316,6 +337,15 @@ def projection(sent: Message, replayed: Message, schemas: Mapping[str, Any] | No
         else:
             return None
     return ",".join(losses) or "exact"
+
+
+TURN_END = "turn_end"
+"""The reply ended with another of the model's end tokens than the template's, whose own follows it in the prompt."""
+
+
+def declare(used: str, loss: str) -> str:
+    """The projection with one more loss."""
+    return loss if used in ("", "exact") else f"{used},{loss}"
 
 
 def _calls_projection(

@@ -20,7 +20,7 @@ from proxy.call.lookahead import choose, find_lookahead
 from proxy.call.media import Media
 from proxy.call.peers import Peers
 from proxy.call.prompts import plan_prompt, prompt_continuation
-from proxy.call.record import call_records, minted_choice, minted_delta, place
+from proxy.call.record import call_records, minted_choice, minted_delta, place, warn_of_renderings
 from proxy.call.recording import Live, Recalled, Recording, Refused, Replayed
 from proxy.call.replay import Replays, build_reply, play
 from proxy.call.tree import Draft, SessionTree, SessionTrees
@@ -420,6 +420,7 @@ class Flow:
         self._trees.weigh(turn.tree)
         if planned.plan is not None:
             turn.tree.rendered(turn.call_id, planned.plan.rendering)
+        warn_of_renderings(planned.replica, calls, choices)
         self._metrics.recorded(calls, time.perf_counter() - turn.clock, turn.timeline.engine_seconds)
         return _reply(sampled, choices if turn.lookahead is None else choices[:1])
 

@@ -16,9 +16,10 @@ from proxy.call.turn import Continuation, Planned, Sampled
 from proxy.dialects.base import Choice, Delta, Request, tool_call_id
 from proxy.dialects.fields import NOTED
 from proxy.engine.apis import reply as engine
+from proxy.engine.replica import Replica
 from reconstruct.accounting import FROZEN
 from reconstruct.media import Media, agreed_length, shift
-from reconstruct.messages import chain, digest_message, hash_bytes
+from reconstruct.messages import chain, digest_message, hash_bytes, split_thought
 from reconstruct.prompt import IDS_UNKNOWN
 from reconstruct.records import (
     CHOSEN,
@@ -132,6 +133,22 @@ def _engine_ids(sampled: engine.Sampled, choice: Choice) -> tuple[str, ...]:
     given = (call.get("id") for call in sampled.message.get("tool_calls") or ())
     minted = (call["id"] for call in choice.message.get("tool_calls") or ())
     return tuple(own or hash_bytes(one.encode()).hex()[:9] for own, one in zip(given, minted, strict=True))
+
+
+def warn_of_renderings(replica: Replica, calls: Sequence[Call], choices: Sequence[Choice]) -> None:
+    """Say once what makes calls of this replica branch that another configuration of the engine would let continue."""
+    if any(call.node.branch_reason == "turn_end_unknown" for call in calls):
+        replica.warn_once(
+            "turn_end_unknown",
+            "renders no dialogue from which the end of a turn can be read: calls whose sampled ids the chat template would write "
+            "otherwise branch (turn_end_unknown), a row each",
+        )
+    if "thinking" not in replica.warned and any(split_thought(choice.message) is not None for choice in choices):
+        replica.warn_once(
+            "thinking",
+            "leaves the model's thinking in the content of its replies: start vLLM with --reasoning-parser. Where the chat template "
+            "hides that thinking from later turns, they branch (thinking_dropped), or keep it with VERBATIM_THINKING=retain",
+        )
 
 
 @dataclass(frozen=True, slots=True)

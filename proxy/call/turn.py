@@ -24,7 +24,7 @@ from proxy.errors import ContextTooLong, RequestError
 from proxy.store.states import NO_SHARE, Lookahead, Share
 from proxy.timeline import CancelScope, Timeline
 from reconstruct.media import Media, Ranges, find_placeholders, name_ranges
-from reconstruct.messages import Message, dress, name_calls, plain_content
+from reconstruct.messages import TURN_END, Message, declare, dress, name_calls, plain_content
 from reconstruct.prompt import Parent, Prompt, Rendering, plan
 from reconstruct.records import Call, Ids, order_key, pack_ids, shared_length
 from reconstruct.roles import Marks, Purpose
@@ -368,6 +368,8 @@ def take_prompt(
         found = as_root(found)
     elif found.redressed and found.parent is not None and tree.known_ids(found.parent.call_id) is not None:
         found = replace(found, redressed=False)
+    if prompt.adds_end:
+        found = replace(found, projection=declare(found.projection, TURN_END))
     return found, TokenPlan(prompt.ids, prompt.branch_reason, prompt.rendering, body, keeps_text_apart, prompt.media)
 
 
@@ -387,7 +389,7 @@ def _tolerant(render: Render) -> Render:
 
 
 def _closed(call: Call) -> bool:
-    """Whether the model ended the turn itself: a stop token is the last sampled id."""
+    """Whether the model ended the turn itself: one of its end tokens is the last sampled id."""
     return call.finish_reason in ("stop", "tool_calls") and not isinstance(call.stop_reason, str)
 
 

@@ -117,6 +117,14 @@ class Replica:
     """Why the store could not say which weights it should hold, while that keeps it from serving."""
     unordered_label: str | None = None
     """The last weight label that was not a version."""
+    warned: set[str] = field(default_factory=set)
+    """What about its renderings was logged, each once."""
+
+    def warn_once(self, what: str, message: str) -> None:
+        """Log that about this replica, once."""
+        if what not in self.warned:
+            self.warned.add(what)
+            log.warning("engine %s %s", self.name, message)
 
     @property
     def met(self) -> bool:

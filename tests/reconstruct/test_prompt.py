@@ -79,8 +79,15 @@ def test_a_continued_call_keeps_what_was_sampled_and_learns_the_turn_end() -> No
 
 
 def test_a_known_turn_end_is_not_looked_for_again() -> None:
+    """The whole request, the same with another reply and with another tail."""
     prompt, asked = run(HISTORY, parent(), pack_ids([9]))
-    assert prompt.branch_reason is None and len(asked) == 2
+    assert prompt.branch_reason is None and len(asked) == 3
+
+
+def test_a_reply_in_the_templates_own_ids_needs_no_turn_end() -> None:
+    prompt, asked = run(HISTORY, parent([1, 11, 9, 2, 12, 9], sampled=2))
+    assert prompt.branch_reason is None and len(asked) == 1 and prompt.close is None
+    assert prompt.ids.tolist() == prompt.rendering.tolist() == [1, 11, 9, 2, 12, 9, 1, 13, 9, 2]
 
 
 def test_a_parent_without_ids_is_no_base() -> None:
@@ -103,8 +110,16 @@ def test_a_turn_end_that_the_template_hides_is_a_reason_to_branch() -> None:
 
 
 def test_a_reply_that_cannot_be_bridged_branches_with_the_reason() -> None:
-    prompt, _ = run(HISTORY, parent([1, 11, 9, 2, 20, 21, 8]))
+    prompt, _ = run(HISTORY, parent([1, 11, 9, 2], sampled=0))
     assert prompt.branch_reason == "turn_end_differs" and prompt.ids.tolist() == prompt.rendering.tolist()
+
+
+def test_a_reply_that_ends_with_another_token_than_the_templates_keeps_it_and_the_templates_end_is_declared() -> None:
+    prompt, _ = run(HISTORY, parent([1, 11, 9, 2, 20, 21, 8]))
+    assert prompt.branch_reason is None and prompt.adds_end
+    assert prompt.ids.tolist() == [1, 11, 9, 2, 20, 21, 8, 9, 1, 13, 9, 2]
+    prompt, _ = run(HISTORY, parent())
+    assert not prompt.adds_end
 
 
 def test_a_parent_of_another_dress_must_have_been_rendered_alike() -> None:
@@ -126,5 +141,5 @@ def test_the_tail_is_rendered_as_the_lineage_names_it_and_a_fresh_prompt_as_the_
     """The harness sent "bye"; in the lineage it is "?"."""
     prompt, _ = run(HISTORY, parent(tail=[user("?")]))
     assert prompt.ids.tolist()[-4:] == [1, 14, 9, 2]
-    prompt, _ = run(HISTORY, parent([1, 11, 9, 2, 20, 21, 8], tail=[user("?")]))
+    prompt, _ = run(HISTORY, parent([1, 11, 9, 2], tail=[user("?")], sampled=0))
     assert prompt.branch_reason == "turn_end_differs" and prompt.ids.tolist()[-4:] == [1, 13, 9, 2]

@@ -224,7 +224,7 @@ class _Reply:
         job.wanted = replace(job.wanted, routed_from=told.experts_from or job.wanted.routed_from)
         if plan is not None:
             close = None if told.close is None else read_ids(told.close)
-            prompt = Prompt(ids, told.branch_reason, rendering, close, told.continues, media)
+            prompt = Prompt(ids, told.branch_reason, rendering, close, told.continues, media, told.adds_end)
             plan.take(prompt, {"sampling_params": told.defaults})
 
     def _add_piece(self, piece: Piece) -> None:

@@ -96,6 +96,7 @@ class Planned(msgspec.Struct, array_like=True, tag="plan"):
     defaults: dict[str, Any]
     media: list[tuple[int, int]] = []
     """The ranges of the images in the prompt."""
+    adds_end: bool = False
 
 
 class Tops(msgspec.Struct, array_like=True):

@@ -214,6 +214,7 @@ class Sampler:
             experts_from,
             defaults,
             list(known.media),
+            known.adds_end,
         )
         return _Planned(completed, body, prompt, known.media, frame)
 

@@ -195,17 +195,12 @@ def service(engine: ScriptedEngine, redis_server: RedisServer) -> Any:
         yield service
 
 
-PLAIN_BRANCHES: dict[str, list[str | None]] = {
-    # An answer ended in <|return|>, which the template turns into <|end|> once the conversation goes on.
-    "harmony": [None, None, None, "turn_end_unknown"],
-}
 THINKING_BRANCHES: dict[str, list[str | None]] = {
     # It is gone from every earlier turn, also inside a tool loop.
     "deepseek": [None, "thinking_dropped", "thinking_dropped", "thinking_dropped"],
     "qwen3": [None, None, None, "thinking_dropped"],
     "glm4": [None, None, None, "thinking_dropped"],
-    # The same end that is shown otherwise: it hides that the thinking goes, too.
-    "harmony": [None, None, None, "turn_end_unknown"],
+    "harmony": [None, None, None, "thinking_dropped"],
 }
 
 
@@ -214,10 +209,9 @@ def test_a_tool_calling_conversation_is_one_row_of_what_the_template_renders_or_
 ) -> None:
     talk = Talk(engine.reset(), service)
     tool_talk(talk, reasoning="")
-    reasons = PLAIN_BRANCHES.get(engine.family.name, [None] * 4)
-    assert [call["branch_reason"] for call in talk.session.calls] == reasons
+    assert [call["branch_reason"] for call in talk.session.calls] == [None] * 4
     assert_prompts_as_rendered(talk)
-    assert_rows_true(talk, rows=1 + sum(reason is not None for reason in reasons))
+    assert_rows_true(talk, rows=1)
 
 
 @pytest.mark.parametrize("engine", THINKING, indirect=True)
@@ -246,11 +240,47 @@ def test_a_split_of_its_own_survives_every_familys_next_turn(engine: ScriptedEng
     talk.model("yes")
     first, second = talk.session.calls
     assert first["completion_ids"] == sampled
-    if second["branch_reason"] is None:
-        assert second["prompt_ids"][: len(first["prompt_ids"]) + len(sampled)] == first["prompt_ids"] + sampled
-    else:
-        assert family.name == "harmony"
-    assert_rows_true(talk, rows=1 + (second["branch_reason"] is not None))
+    assert second["branch_reason"] is None
+    assert second["prompt_ids"][: len(first["prompt_ids"]) + len(sampled)] == first["prompt_ids"] + sampled
+    assert_rows_true(talk, rows=1)
+
+
+@pytest.mark.parametrize(
+    ("engine", "calls", "usual", "other"),
+    [
+        ("qwen3", False, "<|im_end|>", "<|endoftext|>"),
+        ("qwen3", True, "<|im_end|>", "<|endoftext|>"),
+        ("llama3", False, "<|eot_id|>", "<|end_of_text|>"),
+        ("llama3", True, "<|eot_id|>", "<|eom_id|>"),
+        ("gemma", False, "<end_of_turn>", "<eos>"),
+        ("gemma", True, "<end_of_turn>", "<eos>"),
+        # It ends no turn: what follows opens the next one.
+        ("glm4", False, "<|user|>", "<|endoftext|>"),
+        # No history shows it.
+        ("harmony", False, "<|return|>", "<|return|>"),
+        ("harmony", False, "<|return|>", "<|endoftext|>"),
+    ],
+    indirect=["engine"],
+)
+def test_a_reply_that_ends_with_the_models_other_end_token_is_continued_and_declared(
+    engine: ScriptedEngine, service: RunningService, calls: bool, usual: str, other: str
+) -> None:
+    """As under a grammar, or where a model's generation config lists several: each such reply began a row."""
+    family = engine.reset().family
+    spoken = family.speak("" if calls else "hello", calls=[("lookup", {"key": "alpha"})] if calls else ())
+    assert spoken.endswith(usual)
+    talk = Talk(engine, service)
+    engine.say(spoken.removesuffix(usual) + other)
+    talk.messages.append(talk.session.answer(talk.messages, tools=TOOLS))
+    talk.tool("7") if calls else talk.user("more")
+    talk.model("yes")
+    first, second = talk.session.calls
+    seen = first["prompt_ids"] + first["completion_ids"]
+    assert first["completion_ids"][-1] == family.id_of(other) and second["branch_reason"] is None
+    assert second["prompt_ids"][: len(seen)] == seen
+    assert second["projection"] == "turn_end"
+    assert 'verbatim_projections_total{projection="turn_end"}' in service.request("GET", "/metrics").text
+    assert_rows_true(talk, rows=1)
 
 
 def test_a_literal_end_of_turn_in_what_the_user_and_the_tool_say_changes_nothing(
@@ -294,6 +324,9 @@ def assert_prompts_as_rendered(talk: Talk, **kwargs: Any) -> None:
         if family.name == "mistral":
             # The model does not sample the ids of its calls; the template would add those that the engine gave them.
             text = re.sub(r', "id": ".{9}"\}', "}", text)
+        if call["projection"] == "turn_end":
+            # The end that the model chose for its answer stays before the template's own.
+            text = re.sub(r"(<\|channel\|>final<\|message\|>[^<]*)<\|end\|>", r"\1<|return|><|end|>", text)
         assert family.decode(call["prompt_ids"]) == text
         assert call["prompt_ids"] == family.encode(text)
 
