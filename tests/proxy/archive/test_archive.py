@@ -436,7 +436,8 @@ def test_a_session_as_it_is_shown_has_every_field_and_is_the_same_session_again(
     info = SessionInfo("s", b"the hash of a key", 1.5, "t", "g", 4, {"a": [1]}, {"seed": 7})
     state = SessionState(info, "failed", 3, 0.5, {"c0": 1.0}, {"b": 0.25}, {"by": "judge"}, "broke", 9.5, 10.5)
     wire = session_as_wire(state)
-    assert {*wire, "info", "key_hash", "group_rule", "role_rules", "unserved", "replayed_at", "sampled_tokens"} == {
+    # The other fields tell what the session needs.
+    assert {*wire, "info", "key_hash", "group_rule", "role_rules", "needs", "unserved", "replayed_at", "sampled_tokens"} == {
         each.name for kind in (SessionInfo, SessionState) for each in fields(kind)
     }
     assert session_from_wire(wire) == replace(state, info=replace(info, key_hash=b""))
