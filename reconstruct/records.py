@@ -41,7 +41,7 @@ CONTROL_TOKENS = "control_tokens"
 """The mark of a call whose new messages contain control tokens in their text; also a key of a row's metadata."""
 
 INVALID_TOOL_CALL = "invalid_tool_call"
-"""The mark of a call whose reply has a tool call that is none, or not whole: see proxy/call/tool_calls.py."""
+"""The mark of a call whose reply has a tool call that is none, or not whole: see proxy/call/record.py."""
 
 REPLAY, PIVOT, DIVERGED = "replay", "pivot", "diverged"
 """The mark of calls that a fork sampled where others were recorded, and its values: PIVOT, the request from which the fork samples;
@@ -218,7 +218,7 @@ class Call:
 
     @property
     def invalid_tool_call(self) -> bool:
-        """Whether a tool call of the reply is none, or not whole: see proxy/call/tool_calls.py."""
+        """Whether a tool call of the reply is none, or not whole: see proxy/call/record.py."""
         return INVALID_TOOL_CALL in self.marks
 
     @property

@@ -10,11 +10,10 @@ from typing import Any
 
 import msgspec
 
-from proxy.call.tool_calls import has_invalid_call
 from proxy.call.tree import SessionTree
 from proxy.call.turn import Continuation, Planned, Sampled
 from proxy.dialects.base import Choice, Delta, Request, tool_call_id
-from proxy.dialects.fields import NOTED
+from proxy.dialects.fields import NOTED, UNPARSED, accepts, arguments_object
 from proxy.engine.apis import reply as engine
 from proxy.engine.replica import Replica
 from reconstruct.accounting import FROZEN
@@ -311,6 +310,66 @@ def minted_choice(sampled: engine.Sampled, call_ids: Sequence[str], *, forced_to
         stop_reason=sampled.stop_reason,
         token_ids=sampled.token_ids or (),
     )
+
+
+# Tool calls of a reply, judged against the tools that were offered, and by what the model sampled.
+#
+# An engine's parser delivers a call that the model never finished as a whole one without arguments, or drops the markup that shows it. So a
+# call must be what it claims to be, a call of an offered tool with arguments that its schema accepts, and what the model opened it must
+# have closed. The verdict is a label for trainers; it does not change what is trained.
+
+
+_MARKUP = (
+    *(("<tool_call>", "</tool_call>"), ("<tool_calls>", "</tool_calls>"), ("<function=", "</function>")),
+    *(
+        ("<function_calls>", "</function_calls>"),
+        ("<minimax:tool_call>", "</minimax:tool_call>"),
+        ("<seed:tool_call>", "</seed:tool_call>"),
+    ),
+    *(
+        ("<|tool_call|>", ""),
+        ("<|tool_call>", "<tool_call|>"),
+        ("[TOOL_CALLS]", ""),
+        ("<|python_tag|>", ""),
+        ("functools[", "]"),
+    ),
+    *(("<|action_start|>", "<|action_end|>"), ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")),
+    *(("<|tool_call_begin|>", "<|tool_call_end|>"), ("<|tool_call_start|>", "<|tool_call_end|>")),
+    *(("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"), ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")),  # noqa: RUF001
+    *(("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"), ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")),  # noqa: RUF001
+)
+"""How a tool call begins and ends in the formats that vLLM 0.32 and SGLang parse (vllm/tool_parsers); "" where its arguments end it."""
+
+
+def has_invalid_call(request: Request, message: Mapping[str, Any], finish_reason: str, sampled: str | None = None) -> bool:
+    """Whether the model meant to call a tool and its call is not one, or not whole: the engine's parser left it in the text; its tool was
+    not offered; its arguments are no JSON object, or lack a required property, or have one of another type than their schema's; or
+    the `sampled` text (None: not known) opens a call that it does not close. A truncated reply has none."""
+    if not request.offers_calls or finish_reason not in ("stop", "tool_calls"):
+        return False
+    calls = message.get("tool_calls") or ()
+    if not all(_is_accepted(request.schemas, call["function"]) for call in calls):
+        return True
+    content = message.get("content")
+    if isinstance(content, str) and any(opener in content for opener, _ in _MARKUP):
+        return True
+    return sampled is not None and _is_unfinished(sampled, len(calls))
+
+
+def _is_accepted(schemas: Mapping[str, Any], function: Mapping[str, Any]) -> bool:
+    if function.get("name") not in schemas:
+        return False
+    given = arguments_object(function["arguments"])
+    return UNPARSED not in given and accepts(schemas[function["name"]], given)
+
+
+def _is_unfinished(sampled: str, calls: int) -> bool:
+    """Whether the text opens more calls than it closes, or opens some of which the parser made none."""
+    for opener, closer in _MARKUP:
+        opened = sampled.count(opener)
+        if opened and (not calls or (closer and opened > sampled.count(closer))):
+            return True
+    return False
 
 
 # Control tokens in text: what opens and closes turns for a chat template, but written by a user, a tool or an agent.

@@ -305,6 +305,56 @@ def arguments_text(value: Any) -> str:
     return json.dumps(value if value is not None else {}, ensure_ascii=False)
 
 
+_SCHEMA_DEPTH = 16
+"""Levels of a schema that arguments are held against."""
+
+
+def accepts(schema: Any, value: Any, depth: int = _SCHEMA_DEPTH) -> bool:
+    """Whether a JSON schema accepts the value as to required properties and types. What else it asks for, and what is no schema, is not
+    looked at."""
+    if not isinstance(schema, Mapping) or not depth:
+        return True
+    types = schema.get("type")
+    wanted: list[Any] = types if isinstance(types, list) else [types]
+    nothing = value is None and schema.get("nullable") is True
+    if types is not None and not nothing and not any(_is_of(kind, value) for kind in wanted):
+        return False
+    for name in ("anyOf", "oneOf"):
+        choices = schema.get(name)
+        if isinstance(choices, list) and choices and not any(accepts(each, value, depth - 1) for each in choices):
+            return False
+    if isinstance(value, dict):
+        return _accepts_object(schema, value, depth)
+    if isinstance(value, list):
+        return all(accepts(schema.get("items"), each, depth - 1) for each in value)
+    return True
+
+
+def _accepts_object(schema: Mapping[str, Any], value: dict[str, Any], depth: int) -> bool:
+    required, properties = schema.get("required"), schema.get("properties")
+    if isinstance(required, list) and any(isinstance(name, str) and name not in value for name in required):
+        return False
+    if not isinstance(properties, Mapping):
+        return True
+    return all(accepts(properties[name], each, depth - 1) for name, each in value.items() if name in properties)
+
+
+def _is_of(kind: Any, value: Any) -> bool:
+    """Whether the value is of a schema's type; of an unknown type every value is. Gemini writes types in capitals."""
+    kind = kind.lower() if isinstance(kind, str) else kind
+    if kind in ("number", "integer"):
+        whole = kind == "number" or isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and whole
+    known: Mapping[Any, type | tuple[type, ...]] = {
+        "object": dict,
+        "array": list,
+        "string": str,
+        "boolean": bool,
+        "null": type(None),
+    }
+    return kind not in known or isinstance(value, known[kind])
+
+
 # Bounds on the structure of a JSON text, checked before it is decoded: nesting and number of values.
 #
 # What a body costs follows from its values, not from its bytes: 56 MB of empty objects take a hundred times the memory and time of one

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from proxy.call.tool_calls import accepts, has_invalid_call
+from proxy.call.record import has_invalid_call
 from proxy.dialects.base import Request
+from proxy.dialects.fields import accepts
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.service.redis_server import RedisServer
