@@ -43,7 +43,7 @@ from proxy.store.archive import ArchiveStore
 from proxy.store.connection import StoreConnection, load_scripts
 from proxy.store.delivery import DeliveryStore
 from proxy.store.media import MediaStore
-from proxy.store.service import EngineStore, PeerStore, RedisClock, RetentionStore, WeightStore
+from proxy.store.service import EngineStore, LogOuts, PeerStore, RedisClock, RetentionStore, WeightStore
 from proxy.store.sessions import SessionStore
 from proxy.timeline import Inflight
 from proxy.ui.rendering import static_version, templates
@@ -135,6 +135,7 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
         inflight=inflight,
         peers=Peers(process, PeerStore(store), sessions, inflight, settings.close_wait_seconds),
         metrics=metrics,
+        log_outs=LogOuts(store),
         outbound=Outbound(settings.outbound_allow, on_loopback=is_loopback(settings.host)),
     )
     metrics.watch_engines(lambda: [*pool.replicas, *pool.draining], pool.seats.depths)

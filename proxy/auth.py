@@ -237,16 +237,39 @@ def check_local(headers: Mapping[str, str]) -> None:
     on it.
 
     A web page that the machine's browser shows reaches loopback too: it says its own address in `Origin`, or, when its name was
-    made to point here, in `Host`.
+    made to point here, in `Host`. Pages of other ports of the machine are others' pages.
     """
+    origin, host = headers.get("origin"), headers.get("host", "")
+    own = _address(f"//{host}", "")
+    if not is_loopback(own[0]):
+        raise Forbidden(_NOT_LOCAL)
+    if origin is not None:
+        scheme = origin.partition(":")[0]
+        named, port = _address(origin, scheme)
+        if not is_loopback(named) or port != _address(f"//{host}", scheme)[1]:
+            raise Forbidden(_NOT_LOCAL)
+
+
+_NOT_LOCAL = "this service is open to programs on its own machine alone, not to web pages and other names"
+
+
+def check_same_site(headers: Mapping[str, str], public_url: str | None) -> None:
+    """Raise `Forbidden` for a form that a page of another site sends: what is logged in by it is not what its user means.
+
+    A browser names the page's address in `Origin`; the service's own is what the request calls it, or `public_url`."""
     origin = headers.get("origin")
-    for named in (f"//{headers.get('host', '')}", *([origin] if origin is not None else [])):
-        if not is_loopback(_host(named)):
-            raise Forbidden("this service is open to programs on its own machine alone, not to web pages and other names")
+    if origin is None or headers.get("sec-fetch-site") == "same-origin":
+        return
+    scheme = origin.partition(":")[0]
+    own = [_address(f"//{headers.get('host', '')}", scheme), *([_address(public_url, scheme)] if public_url else [])]
+    if _address(origin, scheme) not in own:
+        raise Forbidden("the form was sent by a page of another site (behind a gateway set VERBATIM_PUBLIC_URL)")
 
 
-def _host(url: str) -> str:
+def _address(url: str, scheme: str) -> tuple[str, int]:
+    """Host and port; ("", 0) for what has none, such as the origin "null"."""
     try:
-        return urlsplit(url).hostname or ""
+        parts = urlsplit(url)
+        return (parts.hostname, parts.port or (443 if scheme == "https" else 80)) if parts.hostname else ("", 0)
     except ValueError:
-        return ""
+        return "", 0

@@ -17,6 +17,7 @@ VerbatimError                        status  code
 └── Unavailable                      503     unavailable          retryable; carries Retry-After
     ├── Backpressure                 429     backpressure         trainers lag behind: no new group may begin
     ├── TooManyCalls                 429     too_many_calls       the session or the process is at its limit of calls in flight
+    ├── ServiceStopping              503     service_stopping     the process ends, and has cut the call
     ├── EngineUnavailable            503     engine_unavailable
     ├── EngineFailed                 502     engine_failed        the engine broke off or answered nonsense
     │   └── ChooserFailed            502     chooser_failed       no candidate of a lookahead was chosen
@@ -124,6 +125,10 @@ class Backpressure(Unavailable):
 class TooManyCalls(Unavailable):
     status = 429
     code = "too_many_calls"
+
+
+class ServiceStopping(Unavailable):
+    code = "service_stopping"
 
 
 class EngineUnavailable(Unavailable):

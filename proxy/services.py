@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from proxy.store.archive import ArchiveStore
     from proxy.store.delivery import DeliveryStore
     from proxy.store.media import MediaStore
-    from proxy.store.service import EngineStore, RedisClock, WeightStore
+    from proxy.store.service import EngineStore, LogOuts, RedisClock, WeightStore
     from proxy.store.sessions import SessionStore
     from proxy.timeline import Inflight
 
@@ -47,5 +47,6 @@ class Services:
     peers: Peers
     metrics: Metrics
     outbound: Outbound
+    log_outs: LogOuts
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the service begins to stop: whoever only waits stops waiting."""

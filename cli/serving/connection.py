@@ -114,12 +114,23 @@ class Connection(HttpToolsProtocol):
             self._refuse(431, f"the head of the request is larger than {self._patience.header_bytes} bytes")
         elif len(self.headers) > self._patience.headers:
             self._refuse(431, f"the request has more than {self._patience.headers} headers")
+        elif (why := self._find_fault()) is not None:
+            self._refuse(400, why)
         else:
             self._awaits, self._unread_bytes = "body", 0
             self._stop_timer()
             # Its task, which starts later, finds what this sets.
             super().on_headers_complete()
             self.scope["extensions"] = {EXTENSION: cast(Any, _Direct(self, self.cycle))}
+
+    def _find_fault(self) -> str | None:
+        """What RFC 9112 has a server refuse; the parser takes it."""
+        version, hosts = self.parser.get_http_version(), sum(name == b"host" for name, _ in self.headers)
+        if version not in ("1.0", "1.1"):
+            return "the request line must end in HTTP/1.1"
+        if hosts > 1 or (not hosts and version == "1.1"):
+            return f"the request has {hosts} Host headers: send one"
+        return None
 
     def on_header(self, name: bytes, value: bytes) -> None:
         # The parser also reports trailers as headers.

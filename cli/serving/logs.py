@@ -8,6 +8,7 @@ import logging
 import re
 import sys
 from datetime import UTC, datetime
+from typing import Any
 
 from cli.refusal import Refusal
 
@@ -17,15 +18,25 @@ LONGEST_TEXT = 8192
 """Characters of a message or a traceback in JSON: log collectors drop or split longer lines."""
 
 _KEY = re.compile(r"vb-[0-9a-f]{40}")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+def escape(text: str) -> str:
+    """The text with every character escaped that shows nothing, or changes how others are shown: line ends, control characters, marks of
+    the writing direction, joiners, surrogates."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape", "surrogatepass").decode() for each in text)
 
 
 class OneLine(logging.Formatter):
-    """Formats a record on one line, with control characters escaped and session keys masked."""
+    """Formats a record on one line, with what is not printable escaped and session keys masked. A traceback has its own lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), record.message)
+        record.message = escape(record.message)
         return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(map(escape, super().formatException(ei).split("\n")))
 
     def format(self, record: logging.LogRecord) -> str:
         return _KEY.sub("vb-...", super().format(record))

@@ -78,6 +78,10 @@ The build, in its own slot; kept for good:
 
     vb:level               string  the least level (`proxy.store.service.LEVEL`) of a build that may serve the store
 
+Log-outs from the pages, each in a slot of its own:
+
+    vb:logout:<digest>     string  sha256 of a cookie that opens nothing any more, in hex; until the cookie would have ended
+
 Retention, in its own slot:
 
     vb:{retention}:lock    string  owner of the right to archive and delete; expires
@@ -97,6 +101,11 @@ LEVEL = "vb:level"
 PROCESSES = "vb:processes"
 ENGINES = "vb:engines"
 CUTS = "vb:cuts"
+
+
+def log_out(cookie_digest: bytes) -> str:
+    return f"vb:logout:{cookie_digest.hex()}"
+
 
 DELIVERY = tuple(
     f"vb:{{delivery}}:{name}"

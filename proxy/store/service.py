@@ -30,6 +30,19 @@ class StoredEngine:
     models: tuple[str, ...] = ()
 
 
+class LogOuts:
+    """Cookies of the pages that were logged out, by their digest, for as long as they would have lasted."""
+
+    def __init__(self, connection: StoreConnection) -> None:
+        self._redis = connection
+
+    async def add(self, digest: bytes, seconds: int) -> None:
+        await self._redis.execute("SET", keys.log_out(digest), b"", "EX", seconds)
+
+    async def has(self, digest: bytes) -> bool:
+        return bool(await self._redis.execute("EXISTS", keys.log_out(digest)))
+
+
 class EngineStore:
     """Engines added at run time: every process sees them, and a restart keeps them."""
 

@@ -24,6 +24,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from functools import cache
@@ -42,7 +43,7 @@ from proxy.api.archive import list_images, part_as_wire
 from proxy.api.media import image_response, load_image
 from proxy.api.requests import describe, get_services, json_response, read_body, require_admin
 from proxy.api.sessions import session_as_wire
-from proxy.auth import Role, Tokens, credential, hash_key
+from proxy.auth import Role, Tokens, check_same_site, credential, hash_key
 from proxy.errors import Forbidden, NotFound, RequestError, Unauthorized, VerbatimError
 from proxy.images import SCHEME
 from proxy.ui import compare_pages, pages, run_pages, tasks_pages
@@ -102,19 +103,21 @@ async def redirect_browser(request: Request) -> Response:
 
 # Access: an admin, by a token in a header or by the cookie that the log-in page sets.
 #
-# The cookie holds no token. It is an expiry time signed with the token's digest: any process can check it, and it ends with its time or
-# with its token.
+# The cookie holds no token. It is an expiry time and a random name, signed with the token's digest: any process can check it, and it ends
+# with its time, with its token, or with the log-out, which the store remembers for as long as the cookie would last.
 
 
 COOKIE = "verbatim_ui"
 LASTS_SECONDS = 12 * 3600
 
 
-def admit(request: Request) -> None:
-    """Raises Unauthorized or Forbidden for a caller who is not the admin."""
-    cookie = request.cookies.get(COOKIE)
-    if credential(request.headers, {}) is None and cookie and is_valid(get_services(request).tokens, cookie):
-        return
+async def admit(request: Request) -> None:
+    """Raises Unauthorized or Forbidden for a caller who is not the admin, and as the store."""
+    cookie, services = request.cookies.get(COOKIE), get_services(request)
+    if credential(request.headers, {}) is None and cookie and is_valid(services.tokens, cookie):
+        if not await services.log_outs.has(hash_key(cookie)):
+            return
+        raise Unauthorized("this log-in has ended: log in again")
     require_admin(request)
 
 
@@ -126,24 +129,25 @@ def log_in(request: Request, token: str) -> str:
     except RequestError as error:
         services.metrics.refused("control", error.code)
         raise
-    return sign_until(hash_key(token), int(time.time()) + LASTS_SECONDS)
+    return sign_until(hash_key(token), int(time.time()) + LASTS_SECONDS, secrets.token_hex(16))
 
 
-def sign_until(digest: bytes, ends_at: int) -> str:
-    """The value of a cookie for the token with this digest, valid until `ends_at`, in epoch seconds."""
-    time_text = str(ends_at)
-    return f"{time_text}.{hmac.new(digest, f'verbatim ui {time_text}'.encode(), hashlib.sha256).hexdigest()}"
+def sign_until(digest: bytes, ends_at: int, name: str) -> str:
+    """The value of the cookie called `name` for the token with this digest, valid until `ends_at`, in epoch seconds."""
+    signed = f"{ends_at}.{name}"
+    return f"{signed}.{hmac.new(digest, f'verbatim ui {signed}'.encode(), hashlib.sha256).hexdigest()}"
 
 
 def is_valid(tokens: Tokens, cookie: str, clock: Callable[[], float] = time.time) -> bool:
     """Whether the cookie has not expired and was made with a token that still is an admin's."""
-    ends, _, _ = cookie.partition(".")
+    ends, _, rest = cookie.partition(".")
+    name = rest.partition(".")[0]
     if not (ends.isascii() and ends.isdecimal() and len(ends) < 16) or int(ends) < clock():
         return False
     found = False
     for digest in tokens.digests_of(Role.ADMIN):
         # No early exit: the time taken must not depend on which token matches.
-        found |= hmac.compare_digest(sign_until(digest, int(ends)).encode(), cookie.encode())
+        found |= hmac.compare_digest(sign_until(digest, int(ends), name).encode(), cookie.encode())
     return found
 
 
@@ -199,6 +203,7 @@ async def login_page(request: Request) -> Response:
 
 
 async def login(request: Request) -> Response:
+    check_same_site(request.headers, get_services(request).settings.public_url)
     given = dict(parse_qsl((await read_body(request, LARGEST_FORM)).decode("utf-8", "replace")))
     wanted = choose_target(given.get("next", ""), home_of(request))
     try:
@@ -211,7 +216,11 @@ async def login(request: Request) -> Response:
 
 
 async def logout(request: Request) -> Response:
-    """Needs the cookie, which a browser does not send on behalf of another site: no other site can log anyone out."""
+    """Needs the cookie, which a browser does not send on behalf of another site: no other site can log anyone out. The cookie opens
+    nothing from then on, whoever has a copy of it."""
+    check_same_site(request.headers, get_services(request).settings.public_url)
+    if cookie := request.cookies.get(COOKIE):
+        await get_services(request).log_outs.add(hash_key(cookie), LASTS_SECONDS)
     answer = page(request, "login.html", wanted="", refused="")
     set_cookie(request, answer, "")
     return answer

@@ -218,10 +218,13 @@ def test_a_service_that_other_machines_reach_is_not_open(host: str) -> None:
 def test_an_open_service_answers_programs_and_no_web_pages() -> None:
     for host in ("127.0.0.1:8700", "localhost:8700", "[::1]:8700", "localhost"):
         check_local({"host": host})
-        check_local({"host": host, "origin": "http://localhost:8700"})
-        for origin in ("https://evil.example", "null", "", "http://localhost.evil.example", "http://[broken"):
+        check_local({"host": host, "origin": f"http://{host}"})
+        others = ("http://localhost:3000", "http://127.0.0.1:8701", "http://[::1]:1")
+        for origin in (*others, "https://evil.example", "null", "", "http://localhost.evil.example", "http://[broken"):
             with pytest.raises(Forbidden, match="web pages"):
                 check_local({"host": host, "origin": origin})
+    # The same page under another of the machine's names.
+    check_local({"host": "127.0.0.1:8700", "origin": "http://localhost:8700"})
     for host in ("rebound.example:8700", "", "10.0.0.1:8700"):
         with pytest.raises(Forbidden):
             check_local({"host": host})

@@ -117,6 +117,37 @@ def opened(service: Serving) -> tuple[str, str]:
     return f"/s/{made['session_id']}/v1/chat/completions", f"Authorization: Bearer {made['api_key']}"
 
 
+# What is no request
+
+
+@pytest.mark.parametrize(
+    ("request_line", "headers", "why"),
+    [
+        ("GET /healthz", (), "must end in HTTP/1.1"),
+        ("GET /healthz", ("Host: x",), "must end in HTTP/1.1"),
+        ("GET /healthz HTTP/0.9", ("Host: x",), ""),
+        ("GET /healthz HTTP/2.0", ("Host: x",), ""),
+        ("GET /healthz HTTP/1.1", (), "0 Host headers"),
+        ("GET /healthz HTTP/1.1", ("Host: x", "Host: y"), "2 Host headers"),
+        ("POST /sessions HTTP/1.1", ("Content-Length: 2",), "0 Host headers"),
+    ],
+)
+def test_a_head_without_a_version_or_a_host_is_refused_and_the_connection_closed(
+    service: Serving, request_line: str, headers: tuple[str, ...], why: str
+) -> None:
+    with connected(service) as connection:
+        connection.sendall("\r\n".join((request_line, *headers, "", "")).encode())
+        answer = heard(connection)
+    assert answer.startswith(b"HTTP/1.1 400 ") and why.encode() in answer
+    assert b'"status"' not in answer and serves(service)
+
+
+def test_an_http_1_0_client_needs_no_host(service: Serving) -> None:
+    with connected(service) as connection:
+        connection.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+        assert heard(connection).startswith(b"HTTP/1.1 200 ")
+
+
 # Too slow
 
 

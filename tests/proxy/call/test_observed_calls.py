@@ -159,6 +159,23 @@ def test_every_call_has_one_bounded_line_without_what_was_said(
         assert json.loads(JsonLine().format(record))["event"] == "call"
 
 
+@pytest.mark.parametrize(
+    "mark", ["\u202e", "\u2066", "\u200b", "\u200f", "\ufeff", "\u061c", "\U000e0041", "\x1b", "\x9b", "\u2028"]
+)
+def test_no_mark_that_changes_what_is_seen_reaches_the_log_raw(mark: str) -> None:
+    """U+202E turned the rest of a line round: what it said was not what was seen."""
+    try:
+        raise ValueError(f"in{mark}valid")
+    except ValueError:
+        raised = sys.exc_info()
+    record = logging.LogRecord("n", logging.INFO, "p", 1, "got %s", (f"a{mark}b é 漢字",), raised)
+    for written in (JsonLine().format(record), OneLine("%(message)s").format(record)):
+        assert mark not in written
+    line, *traceback = OneLine("%(message)s").format(record).split("\n")
+    assert line == f"got a{mark.encode('unicode_escape').decode()}b é 漢字"
+    assert len(traceback) > 2 and mark.encode("unicode_escape").decode() in traceback[-1]
+
+
 def test_a_served_process_writes_json_and_each_call_where_it_is_told_to(engine: ScriptedEngine, tmp_path: Path) -> None:
     """With two workers: they are told, too."""
     flags = ["--engine", engine.url, "--workers", "2", "--log-calls"]

@@ -16,7 +16,8 @@ from pydantic import SecretStr
 from typer.testing import CliRunner
 
 from cli.main import app
-from proxy.auth import Role, Tokens
+from proxy.auth import Role, Tokens, check_same_site
+from proxy.errors import Forbidden
 from proxy.settings import Settings
 from proxy.ui.pictures import MOST_RUNS, Rewards, draw_tree
 from proxy.ui.router import COOKIE, is_valid, sign_until
@@ -100,6 +101,40 @@ def test_a_log_in_gives_a_cookie_that_is_no_token_and_opens_the_pages_alone(serv
     assert 'verbatim_ui=""' in plain(service, "POST", "/ui/logout", cookies=cookies).headers["set-cookie"]
 
 
+def test_a_cookie_that_was_logged_out_opens_nothing_in_any_process(service: RunningService) -> None:
+    """It was valid for the rest of its twelve hours, for whoever had copied it."""
+    given = [plain(service, "POST", "/ui/login", data={"token": ADMIN}).cookies[COOKIE] for _ in range(2)]
+    out, other = ({COOKIE: value} for value in given)
+    assert plain(service, "POST", "/ui/logout", cookies=out).status_code == 200
+    assert plain(service, "GET", "/ui", cookies=other).status_code == 200
+    with RunningService("http://127.0.0.1:9", str(service.settings.redis)) as second:
+        for each in (service, second):
+            assert plain(each, "GET", "/ui", cookies=out).status_code == 401
+            assert "set-cookie" not in plain(each, "POST", "/ui/logout", cookies=out).headers
+        assert plain(second, "GET", "/ui", cookies=other).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1:1", "http://localhost.evil.example", ""])
+def test_a_log_in_that_another_site_sends_is_refused(service: RunningService, origin: str) -> None:
+    answer = plain(service, "POST", "/ui/login", data={"token": ADMIN}, headers={"Origin": origin})
+    assert answer.status_code == 403 and "set-cookie" not in answer.headers
+    cookies = {
+        COOKIE: plain(service, "POST", "/ui/login", data={"token": ADMIN}, headers={"Origin": service.url}).cookies[COOKIE]
+    }
+    refused = plain(service, "POST", "/ui/logout", cookies=cookies, headers={"Origin": origin})
+    assert refused.status_code == 403 and plain(service, "GET", "/ui", cookies=cookies).status_code == 200
+
+
+def test_a_log_in_behind_a_gateway_is_known_by_the_public_url_or_by_what_the_browser_says() -> None:
+    for origin in ("https://verbatim.example", "https://verbatim.example:443"):
+        check_same_site({"host": "proxy:8700", "origin": origin}, "https://verbatim.example/")
+    check_same_site({"host": "proxy:8700", "origin": "https://verbatim.example", "sec-fetch-site": "same-origin"}, None)
+    check_same_site({"host": "proxy:8700"}, None)
+    for headers in ({}, {"sec-fetch-site": "cross-site"}, {"sec-fetch-site": "same-site"}):
+        with pytest.raises(Forbidden, match="VERBATIM_PUBLIC_URL"):
+            check_same_site({"host": "proxy:8700", "origin": "https://verbatim.example", **headers}, None)
+
+
 @pytest.mark.parametrize("wanted", ["//evil.example", "https://evil.example", "/ui\\@evil", "/uieval", "/sessions", ""])
 def test_a_log_in_leads_to_no_other_place(service: RunningService, wanted: str) -> None:
     answer = plain(service, "POST", "/ui/login", data={"token": ADMIN, "next": wanted})
@@ -112,12 +147,13 @@ def test_a_cookie_ends_with_its_time_and_with_its_token(tmp_path: Path) -> None:
     now = [0.0]
     tokens = Tokens(Settings(admin_token_file=file, trainer_token=SecretStr("trainer")).given_tokens, clock=lambda: now[0])
     first, second = tokens.digests_of(Role.ADMIN)
-    cookie = sign_until(first, 1000)
-    assert is_valid(tokens, cookie, lambda: 999.0) and is_valid(tokens, sign_until(second, 1000), lambda: 999.0)
+    cookie = sign_until(first, 1000, "a")
+    assert is_valid(tokens, cookie, lambda: 999.0) and is_valid(tokens, sign_until(second, 1000, "b"), lambda: 999.0)
     assert not is_valid(tokens, cookie, lambda: 1001.0)
     assert not is_valid(tokens, "2000" + cookie[4:], lambda: 999.0)
+    assert not is_valid(tokens, cookie.replace(".a.", ".b."), lambda: 999.0)
     (trainer,) = tokens.digests_of(Role.TRAINER)
-    assert not is_valid(tokens, sign_until(trainer, 1000), lambda: 999.0)
+    assert not is_valid(tokens, sign_until(trainer, 1000, "a"), lambda: 999.0)
     file.write_text("second-token-of-the-test\n")
     now[0] = 10.0
     assert not is_valid(tokens, cookie, lambda: 999.0)
