@@ -21,6 +21,7 @@ from proxy.call.media import Media
 from proxy.call.observe import Observer
 from proxy.call.tree import Draft, ParseTurn, SessionTree
 from proxy.call.turn import Turn
+from proxy.call.window import TOKEN_BYTES, check_length
 from proxy.dialects.base import MAX_SEALED_BYTES, Action, Counts, Incoming, Lists, LongSeals, Past, Reply, Request, Stores
 from proxy.dialects.catalogue import dialects
 from proxy.dialects.fields import check_recordable, check_tools
@@ -31,6 +32,7 @@ from proxy.errors import (
     NotFound,
     ReplayDiverged,
     RequestError,
+    ServiceStopping,
     Unauthorized,
     UnknownCall,
     VerbatimError,
@@ -39,6 +41,7 @@ from proxy.images import check_image
 from proxy.services import Services
 from proxy.store.states import SessionInfo
 from proxy.timeline import HARNESS, PARSE, REPLY, TIMELINE, Timeline, Waiting
+from reconstruct.messages import hash_bytes
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,7 @@ _PROBES = ("/healthz", "/readyz")
 """Control-side paths that the harness side's own port serves too."""
 
 TOO_DEEP = "the body is nested too deeply"
+STOPPED = "the service is stopping, and the call was cut: ask again, another process or the next one answers"
 
 
 class Harness:
@@ -185,12 +189,14 @@ class Harness:
         the recording."""
         exchange.timeline.begin(PARSE)
         exchange.dialect = self._dialects[route.dialect]
-        draft = Draft(tree)
+        draft = Draft(tree, self._services.pool.window)
         request = await self._parse(draft, exchange.dialect.parse, incoming)
         self._services.metrics.dropped(request.dialect, request.dropped_tools)
         body, headers = incoming.body, exchange.headers
-        recalled = None if tree.recording is None else await self._flow.recall(draft, tree.recording, request, body, headers)
-        turn = exchange.turn = self._flow.admit(draft, request, body, headers, exchange.timeline, recalled)
+        # A large body takes a tenth of a second.
+        digest = hash_bytes(body) if len(body) <= LARGE_BYTES else await asyncio.to_thread(hash_bytes, body)
+        recalled = None if tree.recording is None else await self._flow.recall(draft, tree.recording, request, digest, headers)
+        turn = exchange.turn = self._flow.admit(draft, request, digest, headers, exchange.timeline, recalled)
         work = asyncio.create_task(self._run(exchange, turn))
         try:
             await asyncio.shield(work)
@@ -211,7 +217,7 @@ class Harness:
             answer.fail(RequestError(TOO_DEEP))
         except asyncio.CancelledError:
             # Whoever waits for the answer must not wait for ever.
-            answer.fail(EngineFailed("the call was cut"))
+            answer.fail(ServiceStopping(STOPPED) if self._services.stopping.is_set() else EngineFailed("the call was cut"))
             raise
         except Exception:
             log.exception("session %s: call %s failed inside the service", turn.session_id, turn.call_id)
@@ -227,6 +233,9 @@ class Harness:
                 self._services.sessions.note_answered(turn.session_id, turn.call_ids[shown:], delivered=False)
 
     async def _fail(self, turn: Turn, answer: Answer, error: VerbatimError) -> None:
+        if turn.scope.cancelled and self._services.stopping.is_set():
+            # The engine did not break off: this process hung up.
+            error = ServiceStopping(STOPPED)
         if isinstance(error, (NotFound, Conflict)) and not isinstance(error, ReplayDiverged):
             self._services.trees.forget(turn.session_id)
         if error.status >= 500 or isinstance(error, (BudgetExhausted, ReplayDiverged)):
@@ -237,7 +246,7 @@ class Harness:
     async def _deliver(self, exchange: Exchange, turn: Turn, answer: Answer, reply: Reply) -> bool:
         """Whether all of the reply, cut or not, went out to a harness that was still there."""
         if turn.scope.cancelled:
-            await self._afterwork.note_unserved(turn, EngineFailed("the service stopped in the middle of the reply"))
+            await self._afterwork.note_unserved(turn, ServiceStopping(STOPPED))
         delivered = await answer.finish(reply)
         if exchange.timeline.step == REPLY:
             self._services.metrics.steps.took(exchange.timeline)
@@ -273,7 +282,7 @@ class Harness:
 
     async def _count(self, exchange: Exchange, tree: SessionTree, route: Route, incoming: Incoming) -> None:
         dialect = self._dialects[route.dialect]
-        draft = Draft(tree)
+        draft = Draft(tree, self._services.pool.window)
         request = await self._parse(draft, dialect.parse_count, incoming)
         tokens = await self._flow.count(draft, request)
         exchange.client.send_whole(200, JSON, cast(Counts, dialect).render_count(tokens))
@@ -394,6 +403,8 @@ class Parsing:
         check_recordable(request.forward)
         refuse_transfers(request)
         count_images(request, draft.tree.bounds.per_call)
+        if draft.window is not None and len(incoming.body) > TOKEN_BYTES * draft.window:
+            check_length(request, draft.window)
         return request
 
     async def check_images(self, draft: Draft) -> None:

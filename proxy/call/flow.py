@@ -69,7 +69,6 @@ from proxy.store.sessions import Begun, SessionStore
 from proxy.store.states import NO_SHARE, Intent, Lookahead, SessionInfo, Share
 from proxy.timeline import COMMIT, ENGINE, INTENT, PLAN, QUEUE, REPLY, SAMPLE, STORE, CancelScope, Inflight, Timeline, Waiting
 from reconstruct.codec import encode
-from reconstruct.messages import hash_bytes
 from reconstruct.prompt import Prompt, Rendering
 from reconstruct.records import UNKNOWN_MODE, Call
 from reconstruct.roles import find_purpose
@@ -116,17 +115,17 @@ class Flow:
         self._replays = Replays(pool, sessions, trees, metrics)
 
     async def recall(
-        self, draft: Draft, recording: Recording, request: Request, body: bytes, headers: Mapping[str, str]
+        self, draft: Draft, recording: Recording, request: Request, digest: bytes, headers: Mapping[str, str]
     ) -> Recalled:
-        """What a fork's recording makes of the request, before the call enters. Raises as `Replays.recall`."""
+        """What a fork's recording makes of the request, before the call enters; `digest`: of its body. Raises as `Replays.recall`."""
         retry = headers.get("x-stainless-retry-count", "0") != "0"
-        return await self._replays.recall(draft, recording, request, hash_bytes(body), retry=retry)
+        return await self._replays.recall(draft, recording, request, digest, retry=retry)
 
     def admit(
         self,
         draft: Draft,
         request: Request,
-        body: bytes,
+        digest: bytes,
         headers: Mapping[str, str],
         timeline: Timeline,
         recalled: Recalled | None = None,
@@ -144,7 +143,7 @@ class Flow:
         turn = Turn(
             draft,
             request,
-            hash_bytes(body),
+            digest,
             call_ids,
             CancelScope(info.session_id, call_ids[0]),
             started_at=recorded[0].started_at if recorded else time.time(),

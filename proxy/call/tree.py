@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from proxy.call.recording import Recording
+from proxy.call.window import TOKEN_BYTES, check_texts, find_texts
 from proxy.dialects.base import HistoryMessage, ItemReader, ParsedMessage, Seals
 from proxy.errors import Conflict, NotFound, Unauthorized, UnknownCall
 from proxy.images import ImageBounds, ImageReader, images_in
@@ -357,10 +358,12 @@ class Draft:
 
     Implements `proxy.dialects.base.Past`."""
 
-    __slots__ = ("_new", "_reader", "missed", "seals", "tree")
+    __slots__ = ("_new", "_reader", "missed", "seals", "tree", "window")
 
-    def __init__(self, tree: SessionTree) -> None:
+    def __init__(self, tree: SessionTree, window: int | None = None) -> None:
         self.tree = tree
+        self.window = window
+        """The most tokens that any engine takes, None where that is not known."""
         self._reader: ImageReader | None = None
         self.missed: set[str] = set()
         self.seals = Seals()
@@ -388,7 +391,11 @@ class Draft:
         if new is None:
             before = 0 if self._reader is None else self._reader.size_bytes
             opened = self.seals.opened_bytes
-            messages = [self.tree.digest(heard, self) for heard in read(raw, self)]
+            found = read(raw, self)
+            if self.window is not None and len(raw) > TOKEN_BYTES * self.window:
+                # To digest it takes ten times as long as to read it.
+                check_texts(find_texts(heard.message for heard in found), self.window, "messages")
+            messages = [self.tree.digest(heard, self) for heard in found]
             length = len(raw)
             if self._reader is not None:
                 # The bytes of images are not kept with their messages.

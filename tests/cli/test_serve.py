@@ -262,12 +262,16 @@ def test_a_call_that_outlasts_the_drain_is_cut_with_an_answer(data: Path, engine
         service.send(signal.SIGTERM)
         answered = call.end()
         assert time.monotonic() - began >= SHORT_DRAIN
-        assert answered is not None and answered.status_code in (502, 503), (call.error, service.stderr)
-        assert answered.json()["error"]["message"]
+        assert answered is not None and answered.status_code == 503, (call.error, service.stderr)
+        error = answered.json()["error"]
+        assert error["code"] == "service_stopping" and "the service is stopping" in error["message"]
         assert service.exit_code(AT_ONCE) == 0
         before, cut, _ = service.stderr.partition("the call was cut")
         assert cut and "graceful shutdown exceeded" not in before, "the service cuts it, the server breaks nothing off"
-        assert "Traceback" not in service.stderr
+        assert "Traceback" not in service.stderr and "BrokenOff" not in service.stderr
+    with Serving("--engine", engine.url, "--engine-api", "chat", data_dir=data) as service:
+        unserved = service.request("GET", "/sessions/s").json()["unserved"]
+        assert unserved["code"] == "service_stopping" and unserved["message"] == error["message"]
 
 
 def test_a_second_ctrl_c_exits_at_once(data: Path, engine: ScriptedService) -> None:

@@ -118,6 +118,12 @@ class EnginePool:
         return Placement(self, model, caller)
 
     @property
+    def window(self) -> int | None:
+        """The largest window of any replica, in tokens; None if one does not say."""
+        windows = [replica.max_model_len for replica in self.replicas]
+        return None if None in windows else max((each for each in windows if each is not None), default=None)
+
+    @property
     def policy_names(self) -> set[str]:
         """The policies that engines belong to, whether one of their replicas is known or not."""
         return {spec.policy for spec in self.membership.specs}
