@@ -18,6 +18,7 @@ from proxy.addresses import AllowList
 from proxy.auth import GivenTokens, check_token, is_loopback, tokens_in
 from proxy.auth import Role as TokenRole
 from proxy.engine.kinds import find_kind, load_kind
+from proxy.engine.wire.tls import build_client_tls
 from reconstruct.builders import load_builder
 from reconstruct.errors import ReconstructError
 from reconstruct.roles import RoleRule
@@ -68,6 +69,12 @@ class Settings(BaseSettings):
     """Configuration of the renderers package, for example {"name": "qwen3"} for a model whose name it does not know."""
     engine_api_key: SecretStr | None = None
     """Bearer token for the engines."""
+    engine_ca_file: Path | None = None
+    """PEM file with certificate authorities to trust, besides the system's, for engines whose URL is https. Read at start."""
+    engine_client_cert: Path | None = None
+    """PEM file with the certificate, and its chain, that the service shows to such engines. Read at start."""
+    engine_client_key: Path | None = Field(None, validate_default=True)
+    """PEM file with the unencrypted key of that certificate."""
     engine_session_header: str = Field("", pattern=r"^[A-Za-z0-9-]*$")
     """The header in which all requests of a call carry the session's id, for routers in front of engines: X-Session-ID, for example. Empty:
     none."""
@@ -307,6 +314,12 @@ class Settings(BaseSettings):
         if name != "auto":
             find_kind(name)
         return name
+
+    @field_validator("engine_client_key")
+    @classmethod
+    def _check_engine_tls(cls, key: Path | None, others: ValidationInfo) -> Path | None:
+        build_client_tls(others.data.get("engine_ca_file"), others.data.get("engine_client_cert"), key)
+        return key
 
     @field_validator("renderer")
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ log = logging.getLogger(__name__)
 
 CHECK_SECONDS = 10.0
 """How often the files are checked."""
+SOON_SECONDS = 12 * 3600
+"""How long before its end a certificate is warned of."""
 
 
 class Certificate:
@@ -31,11 +34,21 @@ class Certificate:
         except (OSError, ValueError) as error:
             raise Refusal(f"--tls-cert {cert} and --tls-key {key} cannot be used: {_explain(error)}", exit_code=2) from error
         self._seen = self._stamp()
+        self._fault: str | None = None
+        self.check_validity()
+
+    def check_validity(self) -> None:
+        """Log once that clients will refuse the certificate for its dates, or soon will."""
+        fault, before = find_fault(self._cert, time.time()), self._fault
+        self._fault = fault
+        if fault is not None and fault != before:
+            log.warning("the certificate of %s %s: renew the file, which is reread", self._cert, fault)
 
     async def follow(self) -> None:
         """Serve renewed certificates to new connections. Runs until cancelled."""
         while True:
             await asyncio.sleep(CHECK_SECONDS)
+            self.check_validity()
             try:
                 self.renew()
             except (OSError, ValueError) as error:
@@ -52,6 +65,7 @@ class Certificate:
         self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
         self._load(self.context)
         log.info("serving the renewed certificate of %s", self._cert)
+        self.check_validity()
         return True
 
     def _load(self, context: ssl.SSLContext) -> None:
@@ -69,6 +83,22 @@ def load_certificate(settings: Settings) -> Certificate | None:
     if settings.tls_cert is None or settings.tls_key is None:
         raise Refusal("--tls-cert and --tls-key belong together: give both, or neither for plain HTTP", exit_code=2)
     return Certificate(settings.tls_cert, settings.tls_key)
+
+
+def find_fault(cert: Path, now: float) -> str | None:
+    """What is wrong with the dates of a PEM file's first certificate at `now`, in epoch seconds; None if nothing is, or if they cannot be
+    read."""
+    try:
+        # The only reader of dates in the standard library.
+        dates = ssl._ssl._test_decode_cert(str(cert))  # type: ignore[attr-defined]
+        begins, ends = (ssl.cert_time_to_seconds(dates[name]) for name in ("notBefore", "notAfter"))
+    except (OSError, ValueError, KeyError, AttributeError):
+        return None
+    if now >= ends:
+        return f"expired on {dates['notAfter']}, and clients refuse it"
+    if now < begins:
+        return f"is not valid before {dates['notBefore']}, and clients refuse it"
+    return f"expires on {dates['notAfter']}" if ends - now < SOON_SECONDS else None
 
 
 def _no_password() -> str:

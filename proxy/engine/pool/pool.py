@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -25,6 +26,7 @@ from proxy.engine.pool.standing import Standing, Watches
 from proxy.engine.replica import Health, HealthRule, Replica
 from proxy.engine.wire.channels import Channels
 from proxy.engine.wire.http import EngineHttp
+from proxy.engine.wire.tls import build_client_tls
 from proxy.errors import EngineUnavailable, NotFound, StoreUnavailable, VerbatimError
 from proxy.metrics import Metrics
 from proxy.settings import Settings
@@ -406,7 +408,9 @@ def open_session(settings: Settings) -> aiohttp.ClientSession:
     """The session for probes and weights, with the engines' API key and no limit on connections."""
     key = settings.engine_api_key
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS, socket_factory=_make_socket),
+        connector=aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=_IDLE_SECONDS, socket_factory=_make_socket, ssl=_build_tls(settings) or True
+        ),
         headers={"Authorization": f"Bearer {key.get_secret_value()}"} if key else None,
         timeout=aiohttp.ClientTimeout(
             total=None, sock_connect=settings.engine_connect_seconds, sock_read=settings.engine_timeout_seconds
@@ -425,7 +429,12 @@ def open_channels(settings: Settings) -> Channels:
         socket_factory=_make_socket,
         trace_headers=carried if settings.trace_endpoint is not None else None,
         session_header=settings.engine_session_header,
+        tls=_build_tls(settings),
     )
+
+
+def _build_tls(settings: Settings) -> ssl.SSLContext | None:
+    return build_client_tls(settings.engine_ca_file, settings.engine_client_cert, settings.engine_client_key)
 
 
 def _make_socket(address: aiohttp.AddrInfoType) -> socket.socket:

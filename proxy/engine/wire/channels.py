@@ -343,7 +343,7 @@ class _Target:
 class Channels:
     """`key` is the engines' API key; `socket_factory` makes the socket for an address; `trace_headers` gives headers for each request.
     An idle connection is kept `idle_seconds`. `session_header` is the header in which each request that
-    is made for a call carries its session's id, "" for none."""
+    is made for a call carries its session's id, "" for none. `tls` None: the system's authorities."""
 
     def __init__(
         self,
@@ -355,6 +355,7 @@ class Channels:
         socket_factory: SocketFactory,
         trace_headers: Callable[[], Mapping[str, str]] | None = None,
         session_header: str = "",
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._session_header = session_header
         self._key = f"Authorization: Bearer {key}\r\n".encode() if key else b""
@@ -365,7 +366,7 @@ class Channels:
         self._trace_headers = trace_headers
         self._idle: dict[tuple[str, int, bool], list[Channel]] = {}
         self._connected: weakref.WeakSet[Channel] = weakref.WeakSet()
-        self._tls: ssl.SSLContext | None = None
+        self._tls = tls
         self._open = True
 
     @property

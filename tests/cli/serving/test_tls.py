@@ -7,6 +7,7 @@ import ipaddress
 import os
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -18,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from cli.serving.tls import Certificate
+from cli.serving.tls import Certificate, find_fault
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.verbatim_process import ADMIN, Serving, verbatim, wait_until
 
@@ -48,6 +49,29 @@ def make(folder: Path, name: str = "127.0.0.1", password: bytes | None = None) -
     cert_file.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
     key_file.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, hidden))
     return cert_file, key_file
+
+
+@pytest.mark.parametrize(
+    ("days", "says"),
+    [(0.0, None), (1.2, "expired on "), (-1.0, "is not valid before "), (0.9, "expires on ")],
+)
+def test_a_certificate_out_of_its_time_is_warned_of_once(
+    tmp_path: Path, days: float, says: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The service started with an expired one in silence, and clients could not say why they failed."""
+    cert, key = make(tmp_path)
+    now = time.time() + days * 86400
+    monkeypatch.setattr("cli.serving.tls.time.time", lambda: now)
+    Certificate(cert, key).check_validity()
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == (0 if says is None else 1)
+    assert says is None or (f"the certificate of {cert} {says}" in warnings[0] and "renew the file" in warnings[0])
+
+
+def test_a_file_whose_dates_cannot_be_read_is_not_judged(tmp_path: Path) -> None:
+    (tmp_path / "tls.crt").write_text("none")
+    assert find_fault(tmp_path / "tls.crt", 0.0) is None
+    assert find_fault(tmp_path / "absent", 0.0) is None
 
 
 def flags(cert: Path, key: Path) -> tuple[str, ...]:

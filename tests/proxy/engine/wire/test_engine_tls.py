@@ -1,0 +1,133 @@
+"""Engines whose URL is https: a certificate authority of one's own, and a certificate that the service shows."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import ssl
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from pydantic import ValidationError
+
+from proxy.engine.pool.pool import open_channels, open_session
+from proxy.engine.wire.channels import CannotConnect
+from proxy.settings import Settings
+
+
+class Authority:
+    """Signs certificates for 127.0.0.1, each with its key in two PEM files."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        folder.mkdir()
+        self._folder, self._key = folder, ec.generate_private_key(ec.SECP256R1())
+        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        self.file = folder / "ca.crt"
+        self.file.write_bytes(self._sign(self._name, self._key, ca=True))
+
+    def issue(self, name: str) -> tuple[Path, Path]:
+        key = ec.generate_private_key(ec.SECP256R1())
+        cert_file, key_file = self._folder / f"{name}.crt", self._folder / f"{name}.key"
+        cert_file.write_bytes(self._sign(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), key, ca=False))
+        plain = serialization.NoEncryption()
+        key_file.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain))
+        return cert_file, key_file
+
+    def _sign(self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, *, ca: bool) -> bytes:
+        now, address = datetime.datetime.now(datetime.UTC), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+        builder = x509.CertificateBuilder().subject_name(subject).issuer_name(self._name).public_key(key.public_key())
+        builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - datetime.timedelta(hours=1))
+        builder = builder.not_valid_after(now + datetime.timedelta(days=1))
+        builder = builder.add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        builder = builder.add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
+        return builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+class Engine(ThreadingHTTPServer):
+    def handle_error(self, *_: Any) -> None:
+        """Handshakes fail here, as they should."""
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-length", "2")
+        self.end_headers()
+        self.wfile.write(b"ok")
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls") / "ours", "ours")
+
+
+@pytest.fixture(scope="module")
+def url(ours: Authority) -> Iterator[str]:
+    """An engine that asks for a certificate of our authority."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*ours.issue("engine"))
+    context.load_verify_locations(ours.file)
+    context.verify_mode = ssl.CERT_REQUIRED
+    with Engine(("127.0.0.1", 0), Answers) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"https://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+async def ask_both_ways(url: str, settings: Settings) -> list[bytes]:
+    """What calls get, and what probes and weight pushes get."""
+    channels = open_channels(settings)
+    try:
+        async with await channels.get(f"{url}/health") as answer:
+            found = [await answer.read()]
+    finally:
+        channels.close()
+    async with open_session(settings) as session, session.get(f"{url}/health") as response:
+        return [*found, await response.read()]
+
+
+async def test_an_engine_of_ones_own_authority_is_reached_with_a_certificate(url: str, ours: Authority) -> None:
+    cert, key = ours.issue("service")
+    settings = Settings(engine_ca_file=ours.file, engine_client_cert=cert, engine_client_key=key)
+    assert await ask_both_ways(url, settings) == [b"ok", b"ok"]
+
+
+async def test_an_authority_that_is_not_known_is_not_trusted(url: str, tmp_path: Path) -> None:
+    stranger = Authority(tmp_path / "stranger", "stranger")
+    for settings in (Settings(), Settings(engine_ca_file=stranger.file)):
+        with pytest.raises(CannotConnect):
+            await ask_both_ways(url, settings)
+        with pytest.raises(aiohttp.ClientConnectorCertificateError):
+            async with open_session(settings) as session:
+                await session.get(f"{url}/health")
+
+
+def test_files_that_cannot_be_used_stop_the_start_and_are_named(ours: Authority, tmp_path: Path) -> None:
+    cert, key = ours.issue("service")
+    other = ours.issue("other")[1]
+    broken = tmp_path / "broken"
+    broken.write_text("none")
+    for fields, says in (
+        ({"engine_ca_file": tmp_path / "absent"}, "absent cannot be used: No such file"),
+        ({"engine_ca_file": broken}, "broken cannot be used"),
+        ({"engine_client_cert": cert}, "belong together"),
+        ({"engine_client_key": key}, "belong together"),
+        ({"engine_client_cert": cert, "engine_client_key": other}, "cannot be used"),
+    ):
+        with pytest.raises(ValidationError, match=says):
+            Settings(**fields)
