@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, cast
 from urllib.parse import parse_qsl
 
 from proxy.auth import check_local, check_once, credential, key_opens, named_session, session_of_key
 from proxy.call.answer import Afterwork, Answer, Exchange
+from proxy.call.batch import Batch, Part
 from proxy.call.flow import Flow
 from proxy.call.http import JSON, Client, Place, Receive, Route, Routes, Scope, Send, headers_of, read_body, refuse_encoding
 from proxy.call.media import Media
@@ -22,7 +25,19 @@ from proxy.call.observe import Observer
 from proxy.call.tree import Draft, ParseTurn, SessionTree
 from proxy.call.turn import Turn
 from proxy.call.window import TOKEN_BYTES, check_length
-from proxy.dialects.base import MAX_SEALED_BYTES, Action, Counts, Incoming, Lists, LongSeals, Past, Reply, Request, Stores
+from proxy.dialects.base import (
+    MAX_SEALED_BYTES,
+    Action,
+    Counts,
+    Incoming,
+    Lists,
+    LongSeals,
+    Past,
+    Reply,
+    Request,
+    SeveralCalls,
+    Stores,
+)
 from proxy.dialects.catalogue import dialects
 from proxy.dialects.fields import check_recordable, check_tools
 from proxy.errors import (
@@ -146,7 +161,10 @@ class Harness:
                     body = await self._read_body(exchange, place)
                 incoming = Incoming(body, route.path, query, self._settings.later_system_role)
                 if route.action == "call":
-                    await self._call(exchange, tree, route, incoming)
+                    try:
+                        await self._call(exchange, tree, route, incoming)
+                    except SeveralCalls as several:
+                        await self._call_each(exchange, tree, route, [replace(incoming, body=body) for body in several.bodies])
                 else:
                     await self._check_life(tree)
                     await self._count(exchange, tree, route, incoming)
@@ -197,6 +215,8 @@ class Harness:
         digest = hash_bytes(body) if len(body) <= LARGE_BYTES else await asyncio.to_thread(hash_bytes, body)
         recalled = None if tree.recording is None else await self._flow.recall(draft, tree.recording, request, digest, headers)
         turn = exchange.turn = self._flow.admit(draft, request, digest, headers, exchange.timeline, recalled)
+        if isinstance(exchange.client, Part):
+            exchange.client.take_turn(turn.call_id, request.n)
         work = asyncio.create_task(self._run(exchange, turn))
         try:
             await asyncio.shield(work)
@@ -204,6 +224,43 @@ class Harness:
             turn.scope.cancel()
             await asyncio.wait((work,))
             raise
+
+    async def _call_each(self, exchange: Exchange, tree: SessionTree, route: Route, incomings: Sequence[Incoming]) -> None:
+        """Run each as a call of its own, and answer with all of them."""
+        batch = Batch(exchange.client, len(incomings))
+        pairs = zip(batch.parts, incomings, strict=True)
+        calls = [asyncio.create_task(self._call_part(exchange, tree, route, part, each)) for part, each in pairs]
+        try:
+            await batch.ended.wait()
+            flushed = await exchange.client.flushed()
+            batch.delivered.set_result(flushed and not batch.failed)
+        except asyncio.CancelledError:
+            batch.cut()
+            raise
+        finally:
+            if not batch.delivered.done():
+                batch.delivered.set_result(False)
+            await asyncio.wait(calls)
+
+    async def _call_part(self, whole: Exchange, tree: SessionTree, route: Route, part: Part, incoming: Incoming) -> None:
+        timeline = Timeline(None if self._observer is None else self._observer.begin_trace(whole.headers))
+        timeline.session_id = tree.info.session_id
+        TIMELINE.set(timeline)
+        exchange = Exchange(part, whole.headers, self._dialects[route.dialect], timeline)
+        try:
+            if part.number:
+                # The request itself counts for the first.
+                self._services.rate.admit(tree.info.session_id)
+            with self._services.slots.take(tree.info.session_id) if part.number else nullcontext():
+                await self._call(exchange, tree, route, incoming)
+        except VerbatimError as error:
+            exchange.refuse(error, self._services.metrics)
+        except Exception:
+            log.exception("a harness call failed inside the service")
+            exchange.refuse(VerbatimError("the service failed inside; its log says where"), self._services.metrics)
+        finally:
+            if self._observer is not None:
+                self._observer.end(exchange)
 
     async def _run(self, exchange: Exchange, turn: Turn) -> None:
         answer = Answer(exchange, turn, self._services.metrics, self._settings.keepalive_seconds)

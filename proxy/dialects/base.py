@@ -281,6 +281,14 @@ class Request:
         self.history, self._messages = history, None
 
 
+class SeveralCalls(Exception):
+    """A body asks for several calls: `bodies` has one for each."""
+
+    def __init__(self, bodies: Sequence[bytes]) -> None:
+        super().__init__(f"{len(bodies)} calls")
+        self.bodies = bodies
+
+
 def show_logprobs(request: Request, entries: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]] | None:
     """Chat-shaped entries as the harness gets them: an engine tells the sampled token as its own alternative where none was asked for."""
     if request.top_logprobs or not entries:

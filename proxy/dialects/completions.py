@@ -1,8 +1,9 @@
 """OpenAI's legacy completions: `/v1/completions`, a prompt of text or token ids and what the model samples after it.
 
-One prompt per request. Refused are several prompts, a suffix, echo with logprobs (the logprobs of a prompt that was not sampled are
-unknown) and echo of token ids. `return_token_ids` returns the ids of prompt and completion, as vLLM does: a harness that sends them back
-with more ids after them grows one row. Shapes as the openai SDK parses them.
+Each prompt of an array is a call of its own (`SeveralCalls`), its choices numbered after those of the prompt before. Refused are a
+suffix, echo with logprobs (the logprobs of a prompt that was not sampled are unknown) and echo of token ids. `return_token_ids` returns
+the ids of prompt and completion, as vLLM does: a harness that sends them back with more ids after them grows one row. Shapes as the
+openai SDK parses them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Annotated, Any
 import msgspec
 
 from proxy.dialects import fields
-from proxy.dialects.base import Choice, Delta, Endpoint, HistoryMessage, Incoming, Past, Reply, Request
+from proxy.dialects.base import Choice, Delta, Endpoint, HistoryMessage, Incoming, Past, Reply, Request, SeveralCalls
 from proxy.dialects.chat import ChunkStream, OpenAIDialect, build_usage
 from proxy.dialects.fields import MAX_VALUES, check_values, decode, encode
 from proxy.errors import RequestError
@@ -53,7 +54,7 @@ class CompletionsDialect(OpenAIDialect):
             "POST",
             "/v1/completions",
             "OpenAI completions",
-            "A prompt of text or token ids.",
+            "A prompt of text or token ids, or an array of them.",
             {"model": "policy", "prompt": "Hello", "max_tokens": 32},
         ),
     )
@@ -70,6 +71,7 @@ class CompletionsDialect(OpenAIDialect):
             if body.get(name):
                 raise RequestError(reason, param=name)
         fields.refuse_continuation(body)
+        split_prompts(body)
         prompt, count = _prompt(body), fields.choices(body, "n")
         if fields.positive(body, "best_of") not in (None, count):
             raise RequestError("'best_of' must equal 'n': every sampled choice is returned", param="best_of")
@@ -163,12 +165,28 @@ def _render_choice(request: Request, reply: Reply, choice: Choice) -> dict[str, 
     return piece
 
 
+def split_prompts(body: Mapping[str, Any]) -> None:
+    """Raise SeveralCalls for an array of several prompts, and RequestError for one that is none or makes too many choices."""
+    prompts = body.get("prompt")
+    if not isinstance(prompts, list) or len(prompts) < 2 or not isinstance(prompts[0], (str, list)):
+        return
+    bodies = [{**body, "prompt": prompt} for prompt in prompts]
+    for prompt, each in zip(prompts, bodies, strict=True):
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
+            raise RequestError("'prompt' must not hold lists of prompts", param="prompt")
+        _prompt(each)
+    if len(prompts) * fields.choices(body, "n") > fields.MAX_CHOICES:
+        raise RequestError(
+            f"'prompt' holds {len(prompts)} prompts, and 'prompt' and 'n' together may make {fields.MAX_CHOICES} choices",
+            param="prompt",
+        )
+    raise SeveralCalls([encode(each) for each in bodies])
+
+
 def _prompt(body: Mapping[str, Any]) -> str | list[int]:
     """The one prompt: text or token ids, alone or in a list of one."""
     prompt = body.get("prompt")
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
-        if len(prompt) > 1:
-            raise RequestError(f"'prompt' holds {len(prompt)} prompts: send one request for each", param="prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if isinstance(prompt, str) and prompt:
         return prompt

@@ -19,7 +19,7 @@ from proxy.errors import RequestError
 NOTED = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias")
 """Fields of a chat body that change the sampling distribution; stored with the call."""
 
-_MAX_CHOICES = 128
+MAX_CHOICES = 128
 
 
 def text(body: Mapping[str, Any], key: str) -> str | None:
@@ -72,8 +72,8 @@ def strings(body: Mapping[str, Any], key: str) -> list[str]:
 def choices(body: Mapping[str, Any], key: str) -> int:
     """The number of choices; 1 if the field is absent."""
     count = positive(body, key) or 1
-    if count > _MAX_CHOICES:
-        raise RequestError(f"'{key}' must be at most {_MAX_CHOICES}", param=key)
+    if count > MAX_CHOICES:
+        raise RequestError(f"'{key}' must be at most {MAX_CHOICES}", param=key)
     return count
 
 

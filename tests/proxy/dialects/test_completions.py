@@ -63,6 +63,63 @@ def assert_one_row(session: Session, calls: list[dict[str, Any]]) -> None:
         assert call["logprobs"] == logprobs_of(call["prompt_ids"], call["completion_ids"])
 
 
+# Several prompts
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_prompt_of_an_array_is_a_call_of_its_own(engine: ScriptedEngine, service: RunningService, stream: bool) -> None:
+    """Choices are numbered as OpenAI does: those of the first prompt, then those of the second."""
+    engine.script = lambda generation, index: Say(f"{generation.prompt} {index}")
+    session = service.session()
+    fields: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
+    answer = complete(session, ["red", "blue"], n=2, stream=stream, **fields)
+    chunks = list(answer) if stream else [answer]
+    assert [told(chunks, index).removesuffix(END) for index in range(4)] == ["red 0", "red 1", "blue 0", "blue 1"]
+    assert len({chunk.id for chunk in chunks}) == 1
+    ends = {choice.index: choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason}
+    assert ends == dict.fromkeys(range(4), "stop")
+    (usage,) = [chunk.usage for chunk in chunks if chunk.usage]
+    calls = session.calls
+    assert [len(set(told_of)) for told_of in zip(*((each["call_id"], each["status"]) for each in calls), strict=True)] == [4, 1]
+    assert usage.completion_tokens == sum(len(call["completion_ids"]) for call in calls)
+    _, accounting = session.trajectories()
+    assert accounting["exported_tokens"] == accounting["sampled_tokens"] == usage.completion_tokens
+    wait_until(lambda: all(call["delivered"] for call in session.calls), 60, "all are delivered")
+
+
+def test_an_array_may_hold_lists_of_ids_and_equal_prompts(engine: ScriptedEngine, service: RunningService) -> None:
+    engine.script = lambda generation, index: Say("same")
+    session = service.session()
+    answer = complete(session, [[5, 6, 7], [5, 6, 7]], extra_body={"return_token_ids": True})
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert [choice.prompt_token_ids for choice in answer.choices] == [[5, 6, 7]] * 2
+    assert len(session.calls) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_fails_fails_the_request_and_none_of_its_calls_counts_as_delivered(
+    engine: ScriptedEngine, service: RunningService, stream: bool
+) -> None:
+    session = service.session()
+    with pytest.raises(openai.APIError, match="maximum context length"):
+        list(complete(session, ["red", "x y " * 600], stream=stream))
+    assert not any(call["delivered"] for call in session.calls)
+    assert complete(session, ["red", "blue"]).choices[1].text
+
+
+@pytest.mark.parametrize(
+    ("prompts", "fields"),
+    [(["red", ""], {}), (["red", 7], {}), ([[5], [-1]], {}), ([[5], ["a"]], {}), (["red"] * 129, {}), (["red"] * 65, {"n": 2})],
+)
+def test_an_array_with_what_is_no_prompt_or_of_too_many_is_refused(
+    engine: ScriptedEngine, service: RunningService, prompts: list[Any], fields: dict[str, Any]
+) -> None:
+    session = service.session()
+    with pytest.raises(openai.BadRequestError, match="'prompt'"):
+        complete(session, prompts, **fields)
+    assert engine.generations == [] and session.calls == []
+
+
 # What a reply is, streamed and whole
 
 
@@ -402,8 +459,6 @@ def test_another_process_finds_the_calls_in_the_store(
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"prompt": ["a", "b"]}, "prompt"),
-        ({"prompt": [[1], [2]]}, "prompt"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [1, "a"]}, "prompt"),
