@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from proxy.call.budget import cut_call
+from proxy.dialects.base import read_model
 from proxy.errors import BudgetExhausted, RequestError
 from proxy.services import Services
 from proxy.settings import Settings
@@ -212,17 +213,12 @@ def _call(call: Call, forest: Forest, model: str | None, delivered: bool, arrays
     }
 
 
-class _Preamble(msgspec.Struct):
-    model: str | None = None
-
-
 def _models(settled: Settled) -> dict[str, str | None]:
-    """The model that each call requested, by call id: a root's record names it, and all calls below a root request the same."""
+    """The model that each call requested, by call id."""
     models: dict[str, str | None] = {}
     # A parent stands before its children, so one pass is enough.
     for call in (*settled.forest.calls.values(), *settled.stray):
-        model = msgspec.json.decode(call.preamble, type=_Preamble).model if call.preamble else None
-        models[call.call_id] = model or models.get(call.node.parent_id or "")
+        models[call.call_id] = read_model(call) or models.get(call.node.parent_id or "")
     return models
 
 

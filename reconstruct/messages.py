@@ -6,7 +6,7 @@ and null and empty optional fields are ignored. The reasoning and outer white sp
 harnesses drop and trim them; what was dropped is compared with the call (`projection`) and recorded.
 
 The chain is h[0] = root key, h[i] = H(h[i-1], digest of message i, which call of its turn it answers): tool-call ids count by their
-position in the turn. Equal chains mean equal histories under equal tools and model. Template kwargs and message names may change the
+position in the turn. Equal chains mean equal histories under equal tools and policy. Template kwargs and message names may change the
 prompt, which only a rendering can tell: they are the call's `dress`.
 """
 
@@ -60,11 +60,11 @@ def _without_volatile(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def root_key(model: str, tools: Sequence[Any], template_kwargs: Mapping[str, Any], policy: str = "") -> bytes:
-    """The identity of a tree's root. Calls with different tools, models or policies never share one; policies may even have different
-    vocabularies. Without template kwargs it is the root of the chain, shared by calls that are rendered alike."""
-    parts = [model.encode(), canonical_json(list(tools or ())), canonical_json(dict(template_kwargs or {}))]
-    return hash_bytes(*parts, *([policy.encode()] if policy else []))
+def root_key(policy: str, tools: Sequence[Any], template_kwargs: Mapping[str, Any]) -> bytes:
+    """The identity of a tree's root. Calls with different tools or policies never share one; policies may even have different
+    vocabularies. The name that a policy was asked for by is no part of it: a harness may use several. Without template kwargs it is the
+    root of the chain, shared by calls that are rendered alike."""
+    return hash_bytes(policy.encode(), canonical_json(list(tools or ())), canonical_json(dict(template_kwargs or {})))
 
 
 def dress(root: bytes, names: Sequence[tuple[int, str]]) -> bytes:

@@ -54,6 +54,9 @@ LOOKAHEAD, CHOSEN, NOT_CHOSEN = "lookahead", "chosen", "not_chosen"
 """The mark of the candidates of a lookahead, and its values. NOT_CHOSEN is the quarantine reason, too: no harness saw such a reply, so
 nothing continues it."""
 
+MODEL = "model"
+"""The mark of a call that asked for its policy by another name than its parent: that name."""
+
 Ids = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
 
@@ -173,9 +176,9 @@ class Call:
     is the hash chain over the request's canonical messages, `reply_fingerprint` the chain including the reply: the hash of a
     continuing call's history (see messages.py). `preamble` (roots only) is the JSON object of model, tools and template kwargs.
     `engine_tool_call_ids` are the ids under which the engine knows the reply's tool calls, in their order: they stand in its prompts for
-    the minted ones that the harness sends. `marks`: "retry" (the attempt's number, from the harness's headers); the "policy" that sampled
-    it unless it is the default one; INVALID_TOOL_CALL; CONTROL_TOKENS, a JSON list (see proxy/call/record.py); in a fork, REPLAY and
-    DIFFERS; LOOKAHEAD of candidates.
+    the minted ones that the harness sends. `marks`: "retry" (the attempt's number, from the harness's headers); MODEL; the "policy" that
+    sampled it unless it is the default one; INVALID_TOOL_CALL; CONTROL_TOKENS, a JSON list (see proxy/call/record.py); in a fork, REPLAY
+    and DIFFERS; LOOKAHEAD of candidates.
     `role_source`: DECLARED, RULE or INFERRED.
     """
 

@@ -33,7 +33,7 @@ from proxy.archive.folder import ArchiveError, ArchiveReader, ArchiveWriter, rea
 from proxy.archive.tables import ArchivedSession
 from reconstruct.codec import decode
 from reconstruct.messages import rename_calls
-from reconstruct.records import Call, find_engine_id
+from reconstruct.records import MODEL, Call, find_engine_id
 
 Spell = Callable[[str, Sequence[int]], str | None]
 ROW_COLUMNS = ["session_id", "trajectory_id", "call_ids", "reward", "role", "agent", "finish_reason", "truncated"]
@@ -194,7 +194,7 @@ def make_conversation(calls: Mapping[str, Call], row: Mapping[str, Any]) -> dict
         "reward": row["reward"],
         "finish_reason": row["finish_reason"],
         "truncated": row["truncated"],
-        "model": preamble.get("model"),
+        "model": next((call.marks[MODEL] for call in path if MODEL in call.marks), preamble.get("model")),
         "role": row["role"],
         "agent": row["agent"],
         "session_id": row["session_id"],

@@ -28,7 +28,7 @@ _decode = msgspec.json.decode
 
 def prompt_continuation(tree: SessionTree, request: Request, policy: str = "") -> Continuation:
     """The call that the prompt, which `policy` is to answer, goes on from; the request's history is told accordingly."""
-    root = root_key(request.model, (), {}, policy)
+    root = root_key(policy, (), {})
     prompt = request.prompt or ""
     of_root = (call for call in tree.forest.calls.values() if call.dialect == request.dialect and call.root_key == root)
     calls = [call for call in of_root if call.quarantine_reason != NOT_CHOSEN]

@@ -25,6 +25,7 @@ from reconstruct.records import (
     CONTROL_TOKENS,
     INVALID_TOOL_CALL,
     LOOKAHEAD,
+    MODEL,
     NO_TOKEN_IDS,
     NOT_CHOSEN,
     Call,
@@ -223,7 +224,9 @@ def _asked_before(tree: SessionTree, found: Continuation, parent_id: str | None)
 
 def _marks(planned: Planned, messages_from: int) -> Mapping[str, str]:
     """What the harness said of the call, who sampled it, and the control tokens in its new messages."""
-    marks, request = planned.turn.marks, planned.turn.request
+    marks, request, found = planned.turn.marks, planned.turn.request, planned.found
+    if found.parent is not None and planned.turn.tree.model(found.parent.call_id) != request.model:
+        marks = {**marks, MODEL: request.model}
     if planned.replica.policy:
         marks = {**marks, "policy": planned.replica.policy}
     if request.prompt is not None or (planned.plan is not None and planned.plan.keeps_text_apart):

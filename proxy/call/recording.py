@@ -10,6 +10,7 @@ import json
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from proxy.dialects.base import read_model
 from proxy.errors import ReplayDiverged
 from proxy.images import images_in
 from proxy.store.states import Fork
@@ -84,6 +85,12 @@ class Recording:
         self.pivot: RecordedRequest | None = None
         self._asked: dict[bytes, list[RecordedRequest]] = {}
         self._below: dict[str | None, list[RecordedRequest]] = {}
+        self._models: dict[str, str] = {}
+        self._policies: dict[str, str] = {}
+        for call in self.forest.calls.values():
+            model = read_model(call) or self._models.get(call.node.parent_id or "", "")
+            self._models[call.call_id] = model
+            self._policies.setdefault(model, call.policy)
         given = (call for call in calls.values() if call.call_id in self.forest)
         for group in _group_choices(
             call for call in given if self.refused.get(call.call_id) not in (NOT_DELIVERED, NOT_CHOSEN)
@@ -104,14 +111,12 @@ class Recording:
         return self._below.get(parent_id, ())
 
     def find_model(self, call: Call) -> str:
-        """The model that the call asked for: the root's record names it."""
-        root = list(self.forest.lineage(call.call_id))[-1]
-        return str(json.loads(root.preamble)["model"])
+        """The model that the call asked for."""
+        return self._models[call.call_id]
 
     def find_policy(self, model: str) -> str | None:
         """The policy that the model belonged to; None for a model that was not asked for."""
-        roots = (request.first for request in self.below(None))
-        return next((root.policy for root in roots if self.find_model(root) == model), None)
+        return self._policies.get(model)
 
 
 def _group_choices(calls: Iterable[Call]) -> list[list[Call]]:

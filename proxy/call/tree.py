@@ -23,7 +23,7 @@ import numpy as np
 
 from proxy.call.recording import Recording
 from proxy.call.window import TOKEN_BYTES, check_texts, find_texts
-from proxy.dialects.base import HistoryMessage, ItemReader, ParsedMessage, Seals
+from proxy.dialects.base import HistoryMessage, ItemReader, ParsedMessage, Seals, read_model
 from proxy.errors import Conflict, NotFound, Unauthorized, UnknownCall
 from proxy.images import ImageBounds, ImageReader, images_in
 from proxy.store.sessions import Begun, SessionStore, digest, is_reference, refer
@@ -128,6 +128,7 @@ class SessionTree:
         self._by_id = info.echo_policy == "minted"
         self._replies: dict[str, dict[str, Any]] = {}
         self._replied: dict[str, Digests] = {}
+        self._models: dict[str, str] = {}
         self._seen: dict[SeenKey, list[HistoryMessage]] = {}
         self._recent: OrderedDict[str, Ids] = OrderedDict()
         self._renderings: OrderedDict[str, Ids] = OrderedDict()
@@ -167,13 +168,13 @@ class SessionTree:
         minted = (*named, heard.minted) if heard.minted else tuple(named)
         return HistoryMessage(message, digest_message(message), minted, images)
 
-    def roots(self, model: str, tools: Sequence[Any], template_kwargs: Mapping[str, Any], policy: str) -> tuple[bytes, bytes]:
+    def roots(self, policy: str, tools: Sequence[Any], template_kwargs: Mapping[str, Any]) -> tuple[bytes, bytes]:
         """`root_key` of the same, and that without template kwargs, made only where a call does not bring the values of the one before:
         all of a harness's tools go with every call."""
-        told = hash_bytes(_encode((model, tools, template_kwargs, policy)))
+        told = hash_bytes(_encode((policy, tools, template_kwargs)))
         if told != self._roots[0]:
-            chained = root_key(model, tools, {}, policy)
-            own = root_key(model, tools, template_kwargs, policy) if template_kwargs else chained
+            chained = root_key(policy, tools, {})
+            own = root_key(policy, tools, template_kwargs) if template_kwargs else chained
             self._roots = (told, own, chained)
         return self._roots[1:]
 
@@ -296,6 +297,16 @@ class SessionTree:
         if all(call_id in calls for call_id, _ in minted):
             seen.engine_form.append(form)
         return form
+
+    def model(self, call_id: str | None) -> str:
+        """The name that the call asked for its policy by; "" for None."""
+        passed: list[str] = []
+        for call in self.forest.lineage(call_id):
+            passed.append(call.call_id)
+            if model := self._models.get(call.call_id) or read_model(call):
+                self._models.update(dict.fromkeys(passed, model))
+                return model
+        return ""
 
     def history(self, call_id: str) -> list[HistoryMessage]:
         """The messages of the call's request, then its reply. Raises UnknownCall."""

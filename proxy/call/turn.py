@@ -198,7 +198,7 @@ class TokenPlan:
 def continuation(tree: SessionTree, request: Request, policy: str = "") -> Continuation:
     """The call that `request`, which `policy` is to answer, continues, found from the last message backwards."""
     rendered = {name: request.forward[name] for name in _RENDERED if name in request.forward}
-    root, chained_root = tree.roots(request.model, request.tools, {**request.template_kwargs, **rendered}, policy)
+    root, chained_root = tree.roots(policy, request.tools, {**request.template_kwargs, **rendered})
     history = request.history
     chained = tree.chained(chained_root, history)
     fingerprints, names = chained.fingerprints, chained.names

@@ -20,9 +20,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
+import msgspec
+
 from proxy.errors import RequestError, VerbatimError
 from reconstruct.messages import Digests
-from reconstruct.records import Call
+from reconstruct.records import MODEL, Call
 
 Action = Literal["call", "count", "models", "model", "stored", "items"]
 """What an endpoint does. Only `call` samples and records."""
@@ -206,6 +208,15 @@ class Past(Protocol):
     def history(self, call_id: str) -> list[HistoryMessage]:
         """The messages of the call's request, then its reply. Raises UnknownCall."""
         ...
+
+
+class _Preamble(msgspec.Struct):
+    model: str = ""
+
+
+def read_model(call: Call) -> str:
+    """The model that the call asked for, if its record says so; "": its parent's."""
+    return call.marks.get(MODEL) or (msgspec.json.decode(call.preamble, type=_Preamble).model if call.preamble else "")
 
 
 @dataclass(slots=True)

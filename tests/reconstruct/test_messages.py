@@ -412,17 +412,17 @@ def test_a_role_is_part_of_a_message() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "tools", "kwargs"),
+    ("policy", "tools", "kwargs"),
     [
         ("other", [], {}),
         ("policy", [{"type": "function", "function": {"name": "read"}}], {}),
         ("policy", [], {"enable_thinking": False}),
     ],
 )
-def test_another_model_other_tools_or_template_kwargs_are_another_root(
-    model: str, tools: list[Any], kwargs: dict[str, Any]
+def test_another_policy_other_tools_or_template_kwargs_are_another_root(
+    policy: str, tools: list[Any], kwargs: dict[str, Any]
 ) -> None:
-    root = root_key(model, tools, kwargs)
+    root = root_key(policy, tools, kwargs)
     assert root != ROOT
     assert fingerprint([user()], root) != fingerprint([user()], ROOT)
 

@@ -6,13 +6,14 @@ Harnesses ask for gpt-5, openai/policy or claude-opus, and many cannot be told o
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.proxy.call.test_flow import TOOLS, tool_result, turn
+from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer, free_port
@@ -118,3 +119,88 @@ def test_a_declared_name_whose_engine_is_away_is_not_answered_by_another(running
         engine.say("hello")
         assert ask(session, "chat", "gpt-5").status_code == 200
         assert len(session.calls) == 1
+
+
+# Several names of one policy
+
+
+def ask_in_turns(session: Session, engine: ScriptedEngine, names: Sequence[str], *, tools: bool) -> list[Any]:
+    """A tool loop, or a talk, whose calls take these names in turn. Returns its messages."""
+    messages: list[Any] = [turn("user", "q")]
+    for number, name in enumerate(names):
+        engine.say(engine.family.speak("so", calls=[("lookup", {"key": str(number)})]) if tools else f"reply {number}")
+        fields = {"tools": TOOLS} if tools else {}
+        answer = session.client.chat.completions.create(model=name, messages=messages, **fields)
+        assert answer.model == name
+        messages.append(answer.choices[0].message.model_dump(exclude_none=True))
+        messages.append(tool_result(messages[-1], "found") if tools else turn("user", "more"))
+    return messages
+
+
+ALTERNATING = ("opus", "haiku", "opus", "policy", "haiku")
+
+
+@pytest.mark.parametrize(("path", "tools"), [("token", True), ("token", False), ("chat", False)])
+def test_calls_that_take_turns_with_the_names_of_one_policy_are_one_row(
+    engine: ScriptedEngine, running: Running, path: str, tools: bool
+) -> None:
+    """The old bug: the name was a part of the root, and each switch began another: 5 calls, 3 rows."""
+    session = running[1][path].session()
+    ask_in_turns(session, engine, ALTERNATING, tools=tools)
+    calls = session.calls
+    assert [call["parent_id"] for call in calls] == [None, *(call["call_id"] for call in calls[:-1])]
+    assert [call["branch_reason"] for call in calls] == [None] * 5
+    assert [call["model"] for call in calls] == list(ALTERNATING), "each is shown under the name that it was asked by"
+    (row,) = session.trajectories()[0]
+    assert row["call_ids"] == [call["call_id"] for call in calls]
+
+
+def test_a_prompt_goes_on_under_another_name_of_the_policy(engine: ScriptedEngine, token_service: RunningService) -> None:
+    session = token_service.session()
+    engine.say(Say("hello world", finish_reason="length"), "fish")
+    said = session.client.completions.create(model="opus", prompt="q").choices[0].text
+    session.client.completions.create(model="haiku", prompt=f"q{said}")
+    assert [call["model"] for call in session.calls] == ["opus", "haiku"]
+    assert len(session.trajectories()[0]) == 1
+
+
+def test_names_of_two_policies_are_two_rows(engine: ScriptedEngine, redis_server: RedisServer) -> None:
+    with (
+        ScriptedEngine("qwen3", model="small") as other,
+        RunningService([engine.url, f"small={other.url}"], redis_server.url) as service,
+    ):
+        session = service.session()
+        engine.say("reply 0", "reply 2")
+        other.say("reply 1")
+        messages: list[Any] = [turn("user", "q")]
+        for name in ("opus", "small", "haiku"):
+            answer = session.client.chat.completions.create(model=name, messages=messages)
+            messages += [answer.choices[0].message.model_dump(exclude_none=True), turn("user", "more")]
+        first, second, third = (call["call_id"] for call in session.calls)
+        rows = {row["policy"]: row["call_ids"] for row in session.trajectories()[0]}
+        assert rows == {"": [first, third], "small": [second]}, "what the other policy said is prompt here"
+
+
+@pytest.mark.parametrize("names", [("sonnet",) * 5, ALTERNATING[::-1]], ids=["a name of its own", "in another order"])
+def test_a_fork_that_asks_by_another_name_of_the_policy_does_not_diverge(
+    engine: ScriptedEngine, service: RunningService, names: Sequence[str]
+) -> None:
+    origin = service.session()
+    messages = ask_in_turns(origin, engine, ALTERNATING, tools=True)
+    origin.close()
+    copy = service.session(replay={"session_id": origin.session_id, "on_divergence": "fail"})
+    for number, name in enumerate(names):
+        answer = copy.client.chat.completions.create(model=name, messages=messages[: 2 * number + 1], tools=TOOLS)
+        assert answer.model == name
+        assert answer.choices[0].message.model_dump(exclude_none=True) == messages[2 * number + 1]
+    assert [call["session_id"] for call in copy.calls] == [origin.session_id] * 5
+
+
+def test_a_stored_response_has_the_name_that_it_was_asked_by(engine: ScriptedEngine, token_service: RunningService) -> None:
+    session, responses = token_service.session(), []
+    for name in ("opus", "haiku", "haiku"):
+        engine.say("reply")
+        more = {"previous_response_id": responses[-1].id} if responses else {}
+        responses.append(session.client.responses.create(model=name, input="q", **more))
+    assert [session.client.responses.retrieve(response.id).model for response in responses] == ["opus", "haiku", "haiku"]
+    assert len(session.trajectories()[0]) == 1

@@ -124,15 +124,10 @@ def test_how_a_message_replays_a_reply_is_not_believed_of_another_message_that_t
 def test_the_root_of_a_call_is_that_of_its_own_tools_whatever_was_offered_before() -> None:
     session = SessionTree(SessionInfo("s", b"", 0.0))
     told: list[Any] = [True, 1, 1.0, None, "1", [], {}]
-    values = [
-        (f"model {model}", [{"strict": value}], {"a": value}, policy)
-        for value in told
-        for model in "ab"
-        for policy in ("", "p")
-    ]
+    values = [(policy, [{"strict": value}], {"a": value}) for value in told for policy in ("", "p")]
     for asked in [*values, *values, *(value for value in values for _ in range(2))]:
-        model, tools, _, policy = asked
-        assert session.roots(*asked) == (root_key(*asked), root_key(model, tools, {}, policy))
+        policy, tools, _ = asked
+        assert session.roots(*asked) == (root_key(*asked), root_key(policy, tools, {}))
 
 
 @pytest.mark.parametrize("named", ["a" * 24, "b" * 24])
@@ -144,7 +139,7 @@ def test_of_two_calls_that_said_the_same_the_one_goes_on_whose_id_the_reply_carr
         return {"role": "assistant", "tool_calls": [{"id": f"call_{call_id}_0", "type": "function", "function": function}]}
 
     known, asked = tree(), {"role": "user", "content": "q"}
-    root = known.roots("m", (), {}, "")[1]
+    root = known.roots("", (), {})[1]
     _, fingerprint, reply_fingerprint = chain(root, digest_messages([asked, reply("of any")]))
     for call_id in ("a" * 24, "b" * 24):
         texts = {"messages": msgspec.json.encode([asked]), "reply": msgspec.json.encode(reply(call_id))}
@@ -161,7 +156,7 @@ def test_of_twins_that_said_the_same_words_every_process_goes_on_from_the_same_o
     twins, and a session had other rows than in one process."""
     said = {"role": "assistant", "content": "yes"}
     known, asked = tree(), {"role": "user", "content": "q"}
-    root = known.roots("m", (), {}, "")[1]
+    root = known.roots("", (), {})[1]
     _, fingerprint, reply_fingerprint = chain(root, digest_messages([asked, said]))
     texts = {"messages": msgspec.json.encode([asked]), "reply": msgspec.json.encode(said)}
     prints = {"root_key": root, "fingerprint": fingerprint, "reply_fingerprint": reply_fingerprint}
