@@ -24,7 +24,8 @@ from proxy.call.prompts import prompt_continuation
 from proxy.call.recording import Live, Recalled, RecordedRequest, Recording, Refused, Replayed, Stored
 from proxy.call.tree import Draft, SessionTree, SessionTrees
 from proxy.call.turn import Continuation, continuation, remember
-from proxy.dialects.base import Choice, Delta, HistoryMessage, Reply, Request
+from proxy.dialects.base import Choice, Delta, HistoryMessage, Reply, Request, read_model
+from proxy.dialects.responses_stored import GIVEN, describes_alike
 from proxy.engine.pool.pool import EnginePool
 from proxy.errors import EngineFailed, ReplayDiverged, Unavailable, VerbatimError
 from proxy.metrics import Metrics
@@ -34,7 +35,7 @@ from proxy.timeline import CancelScope
 from reconstruct.codec import encode
 from reconstruct.media import shift
 from reconstruct.messages import chain, digest_message
-from reconstruct.records import DIFFERS, DIVERGED, NO_TOKEN_IDS, PIVOT, REPLAY, Call, Node, pack_ids, pack_logprobs
+from reconstruct.records import DIFFERS, DIVERGED, MODEL, NO_TOKEN_IDS, PIVOT, REPLAY, Call, Node, pack_ids, pack_logprobs
 
 _decode = msgspec.json.decode
 _encode = msgspec.json.Encoder().encode
@@ -95,12 +96,15 @@ class Replays:
         raise Unavailable(f"session '{tree.info.session_id}' is too busy; try again")
 
     def _find_policy(self, recording: Recording, model: str) -> str:
-        """The policy whose calls the request may continue, whether an engine serves it now or not."""
+        """The policy whose calls the request may continue, whether an engine serves it now or not. A name that is not known is that of
+        another policy."""
         policy = recording.find_policy(model)
-        if policy is None:
-            with contextlib.suppress(VerbatimError):
-                return self._pool.find_policy(model)
-        return policy or ""
+        if policy is not None:
+            return policy
+        try:
+            return self._pool.find_policy(model)
+        except VerbatimError:
+            return model
 
     async def _was_delivered(self, tree: SessionTree, match: Match) -> bool:
         return match.recorded.first.call_id in await self._sessions.load_delivered(tree.info.session_id)
@@ -130,7 +134,7 @@ class Replays:
         self._metrics.recalled("diverged")
         if recording.fork.on_divergence == "live":
             return Live(marks)
-        reason = explain_divergence(recording, request, found)
+        reason = explain_divergence(recording, request, found, self._find_policy(recording, request.model))
         where = f"session '{tree.info.session_id}' replays session '{recording.fork.session_id}', where this was not asked"
         return Refused(ReplayDiverged(f"{where}: {reason}"))
 
@@ -199,13 +203,13 @@ def _reads_alike(
     )
 
 
-def explain_divergence(recording: Recording, request: Request, found: Continuation) -> str:
-    """What of the request was not recorded, for whoever is to prevent it."""
+def explain_divergence(recording: Recording, request: Request, found: Continuation, policy: str) -> str:
+    """What of the request, which `policy` was to answer, was not recorded, for whoever is to prevent it."""
     parent_id = found.parent.call_id if found.parent is not None else None
     recorded = recording.below(parent_id)
     if not recorded:
         return f"nothing continues call {parent_id} there"
-    if parent_id is None and recording.find_policy(request.model) is None:
+    if all(each.first.policy != policy for each in recorded):
         return f"it asks for the model '{request.model}', not for '{recording.find_model(recorded[0].first)}'"
     first = recorded[0].first
     new = request.history[found.reply_at + 1 :]
@@ -229,7 +233,19 @@ def _place_calls(tree: SessionTree, recording: Recording, request: Request, foun
         else:
             known = tree.forest.calls.keys() | {each.call_id for each in placed}
             placed.append(call if call.node.base_id is None or call.node.base_id in known else _rebase(tree, recording, call))
-    return placed
+    return [_as_given(tree, call, request) for call in placed]
+
+
+def _as_given(tree: SessionTree, call: Call, request: Request) -> Call:
+    """The recorded call as its reply is given here: the dialect, its marks and the name of the model say how that is found again, followed
+    and shown. The messages are the same, each as this dialect reads it."""
+    asked = read_model(call) or tree.model(call.node.parent_id)
+    if call.dialect == request.dialect and asked == request.model and describes_alike(call.marks, request.marks):
+        return call
+    others = {name: mark for name, mark in call.marks.items() if name not in GIVEN}
+    named = {} if asked == request.model else {MODEL: request.model}
+    messages = _encode(request.messages[call.messages_from :])
+    return replace(call, dialect=request.dialect, messages=messages, marks={**others, **named, **request.marks})
 
 
 def _rebase(tree: SessionTree, recording: Recording, call: Call) -> Call:

@@ -1,6 +1,6 @@
 """Stored responses: found in the session's records and rendered as they were sent.
 
-A record holds the chat messages. Whatever else makes up a response is in the call's marks: `store` if it must not be found again,
+A record holds the chat messages. Whatever else makes up a response is in the call's marks, GIVEN: `store` if it must not be found again,
 `response` the small fields of the request, `tools` the kinds of the tools, `instructions` how many characters of the first system message
 were the request's instructions.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.dialects.base import HistoryMessage, Past
+from proxy.dialects.base import HistoryMessage, Past, read_model
 from proxy.dialects.fields import encode
 from proxy.dialects.responses_items import parse_response_id
 from proxy.dialects.responses_reply import KEPT, ReplyOptions, build_response, build_usage, content_of, feed, parse_options
@@ -23,6 +23,12 @@ from proxy.images import SCHEME
 from reconstruct.records import Call
 
 _decode = msgspec.json.decode
+
+GIVEN = ("store", "response", "tools", "instructions")
+"""The marks of how a reply was given."""
+
+_CLIENT = ("metadata", "prompt_cache_key", "safety_identifier", "user")
+"""Fields of a request that are repeated and change nothing."""
 
 
 def record_marks(body: Mapping[str, Any], options: ReplyOptions, instructions: int) -> dict[str, str]:
@@ -35,8 +41,19 @@ def record_marks(body: Mapping[str, Any], options: ReplyOptions, instructions: i
     return {**marks, "instructions": str(instructions)} if instructions else marks
 
 
+def describes_alike(marks: Mapping[str, str], others: Mapping[str, str]) -> bool:
+    """Whether replies with such marks are followed and shown alike, but for what only names the client."""
+    return all(_describe(name, marks.get(name)) == _describe(name, others.get(name)) for name in GIVEN)
+
+
+def _describe(name: str, mark: str | None) -> Any:
+    if name != "response" or mark is None:
+        return mark
+    return {field: value for field, value in _decode(mark).items() if field not in _CLIENT}
+
+
 def find_call(identifier: str, past: Past, *, what: str, param: str | None = None) -> Call:
-    """The call behind a response's id. Raises UnknownCall if the session has none, or was requested not to store it."""
+    """The call behind a response's id. Raises UnknownCall if the session gave none in this dialect, or was requested not to store it."""
     call_id = parse_response_id(identifier)
     missing = UnknownCall(f"{what} with id '{identifier}' not found.", param=param)
     if call_id is None:
@@ -99,17 +116,18 @@ def _split_history(call: Call, past: Past) -> tuple[str, str, list[HistoryMessag
 
 
 def _restore_options(call: Call, past: Past) -> tuple[str, ReplyOptions]:
-    """(model, how the reply is rendered), from the call's record and its root's, which holds model and tools for all calls below it."""
-    root = call
+    """(model, how the reply is rendered), from the call's record and its root's, which holds the tools of all calls below it, and the
+    model where no call has named another since."""
+    root, model = call, read_model(call)
     while root.node.parent_id is not None:
         root = past.call(root.node.parent_id)
-    preamble = _decode(root.preamble)
-    box = restore_toolbox(preamble["tools"], _decode(call.marks.get("tools", "{}")))
+        model = model or read_model(root)
+    box = restore_toolbox(_decode(root.preamble)["tools"], _decode(call.marks.get("tools", "{}")))
     body = _decode(call.marks.get("response", "{}"))
     instructions = _split_history(call, past)[0]
     if instructions:
         body["instructions"] = instructions
-    return preamble["model"], parse_options(body, list_definitions(box), box)
+    return model, parse_options(body, list_definitions(box), box)
 
 
 def _items(call: Call, position: int, seen: HistoryMessage, options: ReplyOptions) -> list[dict[str, Any]]:

@@ -134,7 +134,9 @@ class SessionViews:
             pivot = fork.info.replay.until if fork.info.replay is not None else None
             if pivot is None or fork.reward is None or fork.closed_at is None:
                 continue
-            if not await asyncio.to_thread(_has_diverged, await sessions.load_entries(fork.info.session_id)):
+            if not await asyncio.to_thread(
+                _has_diverged, fork.info.session_id, await sessions.load_entries(fork.info.session_id)
+            ):
                 rewards.setdefault(pivot, []).append(fork.reward)
         return rewards
 
@@ -162,10 +164,10 @@ class SessionViews:
             self._cached.popitem(last=False)
 
 
-def _has_diverged(entries: Sequence[bytes]) -> bool:
-    """Whether a fork was sampled before its pivot: its reward says nothing of that."""
-    own = [decode(entry) for entry in entries if not is_reference(entry)]
-    return any(call.marks.get(REPLAY) == DIVERGED for call in own)
+def _has_diverged(session_id: str, entries: Sequence[bytes]) -> bool:
+    """Whether a fork was sampled before its pivot: its reward says nothing of that. What it replays may be another fork's."""
+    calls = [decode(entry) for entry in entries if not is_reference(entry)]
+    return any(call.session_id == session_id and call.marks.get(REPLAY) == DIVERGED for call in calls)
 
 
 def summarize_calls(

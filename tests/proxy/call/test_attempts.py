@@ -136,7 +136,8 @@ class Harness:
         url = f"{self.session.base_url}/chat/completions"
         with hanging_up(url, {"model": "policy", **body}, self.session.api_key):
             self.wait_for_tokens(made, 2)
-        self.engine.wait_for(lambda: self.engine.last.aborted or self.engine.last.disconnected)
+        # What is still to be parsed of it must not meet the next failure.
+        wait_until(lambda: all(call["status"] != "in_flight" for call in self.session.calls), 120, "the call is recorded")
         gate.set()
 
     def wait_for_tokens(self, made: int, tokens: int) -> None:
@@ -159,11 +160,16 @@ def test_what_a_harness_got_is_trained_and_what_it_did_not_get_leaves_the_sessio
     print(f"\nseed {seed}: {dict(harness.met)}; {len(calls)} calls, {len(lost)} attempts")  # noqa: T201
     assert {call_id for call_id, call in calls.items() if call["delivered"]} == set(harness.got) <= calls.keys()
     rows, accounting = session.trajectories()
+    reasons = {item["call_id"]: item["reason"] for item in accounting["quarantined"]}
+    unknown = {call_id for call_id, reason in reasons.items() if reason == "weight_version_unknown"}
+    # A chat endpoint tells its version apart from the reply: the push may have gone on meanwhile.
+    assert unknown <= (harness.cut if service.settings.engine_api == "chat" else set())
     trained = {call_id for row in rows if any(row["loss_mask"]) for call_id in row["call_ids"]}
-    assert trained == {call_id for call_id in harness.got if calls[call_id]["completion_ids"]}
-    assert accounting["exported_tokens"] == sum(len(calls[call_id]["completion_ids"]) for call_id in harness.got)
-    assert {item["call_id"]: item["reason"] for item in accounting["quarantined"]} == dict.fromkeys(lost, "not_delivered")
-    assert accounting["complete"]
+    known = set(harness.got) - unknown
+    assert trained - unknown == {call_id for call_id in known if calls[call_id]["completion_ids"]}
+    assert accounting["exported_tokens"] == sum(len(calls[call_id]["completion_ids"]) for call_id in known)
+    assert reasons == dict.fromkeys(lost, "not_delivered") | dict.fromkeys(unknown, "weight_version_unknown")
+    assert accounting["complete"] == (not unknown)
     assert {row["call_ids"][-1]: row["truncated"] for row in rows} == {
         row["call_ids"][-1]: row["call_ids"][-1] in harness.cut for row in rows
     }

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import ConflictError
+from openai import ConflictError, NotFoundError
 
 from cli.rollout_service import KNOWN, add_rollouts
 from proxy.store import keys
+from proxy.store.sessions import is_reference
 from proxy.store.states import Intent
 from tests.end_to_end.test_dialects import by_chat, by_completions, by_gemini, by_messages, by_responses
 from tests.proxy.call.test_flow import TOOLS, assemble, tool_result, turn
@@ -293,6 +294,89 @@ def test_of_twins_each_gets_one_of_the_recorded_replies(
         told = list(pool.map(talk, range(4)))
     assert len({json.dumps(messages) for messages in told}) == 4
     assert sorted(sampled(copy.calls)) == sorted(sampled(origin.calls))
+
+
+RESPONSES_TOOLS: list[Any] = [{"type": "function", **TOOLS[0]["function"], "strict": False}]
+
+
+def respond(session: Session, **fields: Any) -> dict[str, Any]:
+    response: dict[str, Any] = session.client.responses.create(model="policy", tools=RESPONSES_TOOLS, **fields).to_dict()
+    return response
+
+
+def answer_item(response: dict[str, Any], output: str) -> dict[str, Any]:
+    (call_id,) = [item["call_id"] for item in response["output"] if item["type"] == "function_call"]
+    return {"type": "function_call_output", "call_id": call_id, "output": output}
+
+
+@pytest.mark.parametrize("instructions", [None, "be brief"])
+def test_a_fork_of_calls_by_chat_is_followed_by_the_ids_of_its_responses(
+    engine: ScriptedEngine, token_service: RunningService, instructions: str | None
+) -> None:
+    """The old bug: the calls were recorded by chat, so that this session's own responses were not found."""
+    call_tools(engine)
+    origin = token_service.session()
+    system = [] if instructions is None else [turn("system", [{"type": "text", "text": instructions}])]
+    messages: list[Message] = [*system, turn("user", "find it")]
+    for number in range(3):
+        messages.append(ask_for_tool(origin, messages))
+        messages.append(tool_result(messages[-1], str(number)))
+    asked = len(engine.generations)
+    copy = fork(token_service, origin, on_divergence="fail")
+    fields: dict[str, Any] = {} if instructions is None else {"instructions": instructions}
+    responses = [respond(copy, input="find it", **fields)]
+    for number in range(2):
+        previous = {"previous_response_id": responses[-1]["id"], **fields}
+        responses.append(respond(copy, input=[answer_item(responses[-1], str(number))], **previous))
+    assert len(engine.generations) == asked, "all of them were replayed"
+    assert [response["id"].removeprefix("resp_") for response in responses] == [call["call_id"] for call in origin.calls]
+    assert [call["dialect"] for call in copy.calls] == ["responses"] * 3
+    assert sampled(copy.calls) == sampled(origin.calls)
+    for response in responses:
+        assert copy.client.responses.retrieve(response["id"]).to_dict() == response
+    listed = copy.client.responses.input_items.list(responses[-1]["id"], order="asc").data
+    assert sorted({item.type for item in listed}) == ["function_call", "function_call_output", "message", "reasoning"]
+    more = respond(copy, input=[answer_item(responses[-1], "2")], previous_response_id=responses[-1]["id"], **fields)
+    assert engine.last.prompt_ids[: len(said := ids_of(origin.calls[-1]))] == said
+    assert copy.calls[-1]["call_id"] == more["id"].removeprefix("resp_")
+
+
+def ids_of(call: dict[str, Any]) -> list[int]:
+    return [*call["prompt_ids"], *call["completion_ids"]]
+
+
+def test_what_a_fork_was_given_by_chat_is_no_response_of_it(engine: ScriptedEngine, token_service: RunningService) -> None:
+    origin = token_service.session()
+    response = origin.client.responses.create(model="policy", input="q")
+    copy = fork(token_service, origin, on_divergence="fail")
+    assert copy.ask("q").id == response.id.replace("resp_", "chatcmpl-")
+    with pytest.raises(NotFoundError):
+        copy.client.responses.retrieve(response.id)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_whether_a_replayed_response_is_stored_is_what_the_forks_own_request_says(
+    engine: ScriptedEngine, token_service: RunningService, stored: bool
+) -> None:
+    origin = token_service.session()
+    response = origin.client.responses.create(model="policy", input="q", store=not stored)
+    copy = fork(token_service, origin, on_divergence="fail")
+    assert copy.client.responses.create(model="policy", input="q", store=stored).id == response.id
+    found = token_service.request("GET", f"/s/{copy.session_id}/v1/responses/{response.id}", token=copy.api_key)
+    assert found.status_code == (200 if stored else 404)
+
+
+def test_a_fork_in_its_origins_dialect_refers_to_the_records(
+    engine: ScriptedEngine, token_service: RunningService, redis_server: RedisServer
+) -> None:
+    """Also where the client names itself otherwise, as Codex does in every run."""
+    origin = token_service.session()
+    origin.client.responses.create(model="policy", input="q", prompt_cache_key="one", metadata={"run": "1"})
+    copy = fork(token_service, origin, on_divergence="fail")
+    copy.client.responses.create(model="policy", input="q", prompt_cache_key="two", metadata={"run": "2"})
+    with redis_server.client() as client:
+        (entry,) = client.lrange(keys.calls(copy.session_id), 0, -1)
+    assert is_reference(entry)
 
 
 def test_an_attempt_that_a_retry_replaced_is_not_replayed(engine: ScriptedEngine, token_service: RunningService) -> None:
