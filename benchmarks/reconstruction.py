@@ -21,7 +21,7 @@ from benchmarks.results import number as told
 from reconstruct.accounting import account, settle
 from reconstruct.builders import RowContext, merged
 from reconstruct.codec import decode, encode
-from reconstruct.records import Call, Node, Sampling, Span, pack_ids, pack_logprobs
+from reconstruct.records import RAW, Call, ModeSpan, Node, Sampling, Span, pack_ids, pack_logprobs
 
 CONTEXT = RowContext(session_id="s")
 
@@ -88,6 +88,7 @@ def records(shape: Shape) -> list[bytes]:
             completion_ids=pack_ids(random.integers(0, 150_000, shape.sampled)),
             logprobs=pack_logprobs(-random.random(shape.sampled)),
             spans=(Span(0, 0, shape.sampled),),
+            modes=(ModeSpan(RAW, 0, shape.sampled),),
         )
         lengths.append(base_length + shape.new + shape.sampled)
         made.append(encode(_call(number, node)))

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from reconstruct.records import Span, pack_ids, pack_logprobs
+from reconstruct.records import RAW, ModeSpan, Span, pack_ids, pack_logprobs
 from reconstruct.trajectory import Trajectory
 from trainer_client.batch import Batch
 from trainer_client.tree import TreeBatch
@@ -53,6 +53,7 @@ def make_row(name: str, ids: list[int], mask: list[int]) -> Trajectory:
         token_ids=pack_ids(ids),
         loss_mask=sampled,
         logprobs=pack_logprobs([-1.0 if one else 0.0 for one in mask]),
+        logprob_modes=tuple(ModeSpan(RAW, span.start, span.end) for span in spans),
         weight_versions=spans,
         reward=1.0,
         call_ids=(name,),

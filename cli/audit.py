@@ -31,8 +31,8 @@ def audit(
         list[str] | None,
         typer.Option(
             metavar="[VERSION=]PATH",
-            help="A transformers checkpoint to recompute every trained token's logprob with; with VERSION= only the tokens "
-            "sampled under those weights. Repeatable. Needs torch and transformers.",
+            help="A transformers checkpoint to recompute every raw logprob of a trained token with; with VERSION= only the "
+            "tokens sampled under those weights. Repeatable. Needs torch and transformers.",
         ),
     ] = None,
     trees: Annotated[
@@ -79,6 +79,8 @@ def audit(
         media = MediaFiles.of(rows, lambda owner, digest: control.fetch(f"{path_of(owner)}/media/{digest}").content)
         differences = recompute_logprobs(rows, model, media=media, trees=trees)
         console.print(differences_table(differences))
+        for line in left_out_lines(rows):
+            console.print(line)
         problems += logprob_problems(differences, tolerance)
     if problems:
         raise Refusal("; ".join(problems))
@@ -169,7 +171,7 @@ def recompute_logprobs(
     except ImportError as error:
         raise Refusal("--model needs torch and transformers: pip install 'verbatim-rl[trainer]' transformers") from error
 
-    from trainer_client.errors import MixedLogprobModes, UnseenImages, VisionMismatch
+    from trainer_client.errors import UnseenImages, VisionMismatch
     from trainer_client.recompute import load_model
 
     batch = _join_rows(rows, media)
@@ -185,13 +187,27 @@ def recompute_logprobs(
                 differences[given] = _compare_trees(loaded, batch, version, vision)
             else:
                 differences[given] = _compare_rows(loaded, batch, version, vision, path)
-        except MixedLogprobModes as error:
-            raise Refusal(f"{error}, or leave --trees out") from error
         except UnseenImages as error:
             raise Refusal(f"the session has images, and {path} is a model that sees none") from error
         except VisionMismatch as error:
             raise Refusal(str(error)) from error
     return differences
+
+
+def left_out_lines(rows: list[Trajectory]) -> list[str]:
+    """How many trained tokens have a logprob that no model gives back, and why."""
+    left = Counter[str]()
+    for row in rows:
+        for span in row.logprob_modes:
+            left[span.mode] += span.end - span.start
+    return [f"{left[mode]} tokens are not compared: {reason}" for mode, reason in LEFT_OUT.items() if left[mode]]
+
+
+LEFT_OUT = {
+    "masked": "a grammar or a list of words masked others before their logprobs were taken",
+    "processed": "their logprobs were taken after temperature and truncation",
+    "unknown": "nothing says what their logprobs were taken from; see VERBATIM_ENGINE_LOGPROB_MODES",
+}
 
 
 def _join_rows(rows: list[Trajectory], media: MediaFiles | None) -> Batch:

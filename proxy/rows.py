@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,15 +61,19 @@ def build_rows(
     intents: Sequence[Intent],
     delivered: Container[str],
     builder: str | None = None,
+    logprob_modes: Iterable[str] | None = None,
 ) -> Built:
     """The session's training rows and what became of every sampled token, with what the settings say is trained.
 
     `delivered` holds the ids of calls whose answer went out, or may still. Intents without a result are dangling calls: they are
-    accounted for with no tokens. `builder` None: the service's. Raises RequestError for one that there is not.
+    accounted for with no tokens. `builder` None: the service's. Raises RequestError for one that there is not. `logprob_modes`: of those
+    that the settings train, only these.
     """
     build = find_builder(builder or settings.builder)
     calls, damaged = decode_records(records)
     roles, modes = frozenset(settings.train_roles), frozenset(settings.train_logprob_modes)
+    if logprob_modes is not None:
+        modes = modes.intersection(logprob_modes)
     info = state.info
     settled = settle(
         calls,
@@ -192,6 +196,7 @@ def _call(call: Call, forest: Forest, model: str | None, delivered: bool, arrays
         "prompt_ids": prompt_ids.tobytes() if packed else prompt_ids.tolist(),
         "completion_ids": node.completion_ids.tobytes() if packed else node.completion_ids.tolist(),
         "logprobs": node.logprobs.tobytes() if packed else node.logprobs.tolist(),
+        "logprob_modes": [[span.mode, span.start, span.end] for span in node.modes],
         "weight_versions": [[span.version, span.start, span.end] for span in node.spans],
         "finish_reason": call.finish_reason,
         "stop_reason": call.stop_reason,
@@ -242,7 +247,6 @@ def sampling_as_wire(sampling: Sampling) -> dict[str, Any]:
         "seed": sampling.seed,
         "max_tokens": sampling.max_tokens,
         "stop": list(sampling.stop),
-        "logprob_mode": sampling.logprob_mode,
         **sampling.extra,
     }
 
@@ -257,6 +261,7 @@ def _unfinished(intent: Intent, in_flight: Container[str]) -> dict[str, Any]:
         "prompt_ids": [],
         "completion_ids": [],
         "logprobs": [],
+        "logprob_modes": [],
         "weight_versions": [],
         "media": [],
         "invalid_tool_call": False,
@@ -266,7 +271,9 @@ def _unfinished(intent: Intent, in_flight: Container[str]) -> dict[str, Any]:
     }
 
 
-async def session_rows(services: Services, state: SessionState, builder: str | None = None) -> Built:
+async def session_rows(
+    services: Services, state: SessionState, builder: str | None = None, logprob_modes: Iterable[str] | None = None
+) -> Built:
     """`build_rows` on what the store holds of the session, off the event loop. Raises `Unavailable` for a session that only a newer build
     understands."""
     state.info.check_understood()
@@ -277,7 +284,7 @@ async def session_rows(services: Services, state: SessionState, builder: str | N
     heard = await services.sessions.load_heard(session_id)
     in_flight = await services.peers.in_flight(intents) if state.status in ("open", "closing") else ()
     left = [intent for intent in intents if intent.call_id not in in_flight]
-    return await asyncio.to_thread(build_rows, services.settings, state, records, left, heard, builder)
+    return await asyncio.to_thread(build_rows, services.settings, state, records, left, heard, builder, logprob_modes)
 
 
 # CallsCursor: a position in a listing of calls that stays valid while further calls are recorded.

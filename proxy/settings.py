@@ -25,7 +25,7 @@ from reconstruct.roles import RoleRule
 
 Role = Literal["main", "subagent", "compaction", "side"]
 LogprobMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
-TrainedMode = Literal["raw_logprobs", "processed_logprobs", "unknown"]
+TrainedMode = Literal["raw", "processed", "masked", "unknown"]
 
 
 def _check_expression(text: str) -> str:
@@ -102,10 +102,11 @@ class Settings(BaseSettings):
     """Models that are never trained, such as judges: names of policies or of served models. Their calls are recorded and quarantined."""
 
     engine_logprob_modes: dict[str, LogprobMode] = Field(default_factory=dict)
-    """The logprob mode (vLLM's --logprobs-mode) of engines that do not report it, by policy; "" is the default policy. vLLM reports it
-    when started with this project's worker extension. Otherwise calls are recorded as unknown."""
+    """vLLM's --logprobs-mode of engines that do not report it, by policy; "" is the default policy. vLLM reports it when started with
+    this project's worker extension. Otherwise the mode of calls is unknown, or masked under a grammar."""
     train_logprob_modes: list[TrainedMode] = Field(default_factory=lambda: list[TrainedMode](get_args(TrainedMode)))
-    """Logprob modes that are trained; calls in another mode are recorded and quarantined. Logits are never trained."""
+    """What trained logprobs may have been taken from; calls of another mode are recorded and quarantined as `logprob_mode`. A lease may
+    want fewer. Logits are never trained."""
     keep_top_logprobs: int = Field(0, ge=0, le=128)
     """How many of the most probable tokens to store for each sampled token, with their logprobs; a session's `sampling` may override it.
     The engine must allow one more (vLLM's --max-logprobs)."""

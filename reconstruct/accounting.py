@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reconstruct.errors import IdOutOfRange, ReconstructError, RecordError, UnknownParent
-from reconstruct.records import NO_LOGPROBS, NOT_CHOSEN, Call, Forest, order_key, request_of
+from reconstruct.records import LOGITS, NOT_CHOSEN, Call, Forest, order_key, request_of
 from reconstruct.roles import credited_role, infer_side_calls
 from reconstruct.trajectory import Accounting, Quarantined, Trajectory
 from reconstruct.verification import verify
@@ -30,7 +30,9 @@ REPLAYED = "replayed"
 """The reason of a fork's call that its origin sampled, and trains."""
 NOT_DELIVERED = "not_delivered"
 """The reason of an abandoned attempt: the harness did not get the reply, and nothing continued it."""
-_LEFT_OUT = (FROZEN, NOT_CHOSEN)
+UNWANTED_MODE = "logprob_mode"
+"""The reason of a call whose logprobs have a mode that is not to be trained."""
+_LEFT_OUT = (FROZEN, NOT_CHOSEN, UNWANTED_MODE)
 """The reasons of calls that are left out by choice."""
 
 
@@ -65,7 +67,7 @@ def settle(
 
     `delivered` has the ids of calls whose reply the harness got, whole or cut (None: all). `train_roles` are the roles to train
     (None: all); `train_inferred`: also train side calls that are only inferred to be ones (see `reconstruct.roles`). `logprob_modes` are
-    the accepted logprob modes (None: all but logits). Calls of other sessions than `session_id` are replayed (None: none is).
+    the modes of logprobs to train (None: all but logits). Calls of other sessions than `session_id` are replayed (None: none is).
     """
     ordered = infer_side_calls(sorted({call.call_id: call for call in calls}.values(), key=order_key))
     forest, refused = _plant(ordered)
@@ -140,13 +142,11 @@ def _refusal(call: Call) -> str:
 
 
 def _wrong_mode(call: Call, wanted: Container[str] | None) -> str:
-    """The reason if the call's logprobs have an unwanted mode; empty for a call without sampled tokens."""
-    mode = call.sampling.logprob_mode
-    if not len(call.node.completion_ids):
-        return ""
-    if mode in NO_LOGPROBS:
+    """The reason if any of the call's logprobs has an unwanted mode; empty for a call without sampled tokens."""
+    modes = {span.mode for span in call.node.modes}
+    if LOGITS in modes:
         return "logits_for_logprobs"
-    return "" if wanted is None or mode in wanted else f"logprob_mode_{mode}"
+    return "" if wanted is None or all(mode in wanted for mode in modes) else UNWANTED_MODE
 
 
 def _plant(ordered: Sequence[Call]) -> tuple[Forest, dict[str, str]]:
@@ -233,8 +233,8 @@ def _is_complete(settled: Settled) -> bool:
 
 
 def measure_lost_share(settled: Settled, accounting: Accounting) -> float:
-    """The share of sampled tokens in quarantine, 0 to 1, without those left out by choice: of roles and models that are not trained, and
-    candidates that were not chosen."""
+    """The share of sampled tokens in quarantine, 0 to 1, without those left out by choice: of roles, models and logprob modes that are
+    not trained, and candidates that were not chosen."""
     chosen = [item for item in accounting.quarantined if item.call_id in settled.shown or item.reason in _LEFT_OUT]
     lost = accounting.sampled_tokens - accounting.exported_tokens - sum(item.tokens for item in chosen)
     return lost / accounting.sampled_tokens if accounting.sampled_tokens else 0.0

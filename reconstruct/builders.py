@@ -21,8 +21,20 @@ from numpy.typing import NDArray
 from reconstruct.accounting import Settled
 from reconstruct.details import NO_EXPERT, NO_TOKEN
 from reconstruct.errors import ReconstructError
-from reconstruct.records import CONTROL_TOKENS, DIFFERS, DIVERGED, PIVOT, REPLAY, Call, Forest, Span, order_key
-from reconstruct.trajectory import MIXED, RowDetails, Trajectory
+from reconstruct.records import (
+    CONTROL_TOKENS,
+    DIFFERS,
+    DIVERGED,
+    PIVOT,
+    REPLAY,
+    Call,
+    Forest,
+    ModeSpan,
+    Span,
+    merge_modes,
+    order_key,
+)
+from reconstruct.trajectory import RowDetails, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +112,7 @@ def _row(builder: str, forest: Forest, path: Sequence[str], own: set[str], conte
     loss_mask = np.zeros(len(token_ids), dtype=np.int8)
     logprobs = np.zeros(len(token_ids), dtype=np.float32)
     spans: list[Span] = []
+    modes: list[ModeSpan] = []
     places: dict[str, tuple[int, int]] = {}
     for call_id in path:
         if call_id not in own:
@@ -111,6 +124,7 @@ def _row(builder: str, forest: Forest, path: Sequence[str], own: set[str], conte
         loss_mask[start:end] = 1
         logprobs[start:end] = node.logprobs
         spans.extend(Span(span.version, start + span.start, start + span.end) for span in node.spans)
+        modes.extend(ModeSpan(span.mode, start + span.start, start + span.end) for span in node.modes)
     trajectory_id = _trajectory_id(builder, context.session_id, path)
     return Trajectory(
         trajectory_id=trajectory_id,
@@ -122,25 +136,18 @@ def _row(builder: str, forest: Forest, path: Sequence[str], own: set[str], conte
         token_ids=token_ids,
         loss_mask=loss_mask,
         logprobs=logprobs,
+        logprob_modes=merge_modes(modes),
         weight_versions=tuple(spans),
         reward=_reward(builder, context, trajectory_id, last.call_id),
         call_ids=tuple(path),
         finish_reason=BUDGET if cut else last.finish_reason,
         truncated=cut or last.finish_reason in ("length", "abort"),
         metadata=_metadata(forest, context, places, path),
-        logprob_mode=_logprob_mode(forest, list(places) or path),
         details=row_details(forest, last.call_id, list(places)),
         policy=last.policy,
         role_source=last.role_source,
         media=forest.media(last.call_id),
     )
-
-
-def _logprob_mode(forest: Forest, call_ids: Sequence[str]) -> str:
-    """The common mode of the calls with sampled tokens, or MIXED."""
-    calls = [forest.calls[call_id] for call_id in call_ids]
-    modes = {call.sampling.logprob_mode for call in calls if len(call.node.completion_ids)}
-    return modes.pop() if len(modes) == 1 else MIXED if modes else calls[-1].sampling.logprob_mode
 
 
 def _reward(builder: str, context: RowContext, trajectory_id: str, last_call_id: str) -> float | None:

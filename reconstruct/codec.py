@@ -6,10 +6,10 @@ is shorter. A released version stays readable: a new field needs a new version a
 tests/reconstruct/golden test this.
 
 Version 2 appends the call's details to version 1; version 3 appends the source of its role to version 2, whose details may be null;
-version 4 appends the media of its delta to version 3; version 5 appends the engine's ids of its tool calls to version 4. A call is written
-in the earliest version that can represent it, so that earlier builds can read it: version 5 only with tool calls, version 4 only with
-media, version 1 without details, and 1 or 2 if the source of its role is the one those versions imply: inferred for main, declared for
-other roles.
+version 4 appends the media of its delta to version 3; version 5 appends the engine's ids of its tool calls to version 4; version 6 appends
+the modes of its logprobs to version 5, and is what is written. Earlier versions have the engine's mode among the sampling parameters, which
+does not tell whether tokens were masked: their modes are unknown. Versions 1 and 2 imply the source of a role: inferred for main, declared
+for other roles.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable
-from dataclasses import replace
 from types import NoneType
 from typing import Any
 
@@ -28,9 +27,21 @@ from numpy.typing import NDArray
 from reconstruct.details import CallDetails
 from reconstruct.errors import DecodeError
 from reconstruct.media import Media
-from reconstruct.records import DECLARED, INFERRED, Call, Ids, Logprobs, Node, Sampling, Span
+from reconstruct.records import (
+    DECLARED,
+    INFERRED,
+    LOGITS,
+    UNKNOWN_MODE,
+    Call,
+    Ids,
+    Logprobs,
+    ModeSpan,
+    Node,
+    Sampling,
+    Span,
+)
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """The newest version that this build reads; it also reads all earlier ones."""
 
 _COMPRESS_FROM_BYTES = 128
@@ -44,13 +55,13 @@ _SURROGATES = "surrogatepass"
 
 def encode(call: Call) -> bytes:
     """The call as a record."""
-    version, extra = _choose_version(call)
+    node = call.node
     packed: bytes = msgpack.packb(
         (
-            version,
+            SCHEMA_VERSION,
             call.call_id,
             call.session_id,
-            _node_fields(call.node),
+            _node_fields(node),
             call.dialect,
             call.api,
             call.status,
@@ -76,24 +87,15 @@ def encode(call: Call) -> bytes:
             call.trainable,
             call.quarantine_reason,
             dict(call.marks),
-            *extra,
+            None if node.details is None else encode_details(node.details),
+            call.role_source,
+            [(bytes.fromhex(each.digest), each.kind, each.start, each.length) for each in node.media],
+            call.engine_tool_call_ids,
+            [(span.mode, span.start, span.end) for span in node.modes],
         ),
         unicode_errors=_SURROGATES,
     )
     return packed + _crc(packed)
-
-
-def _choose_version(call: Call) -> tuple[int, tuple[Any, ...]]:
-    """The earliest version that represents the call, and its fields after those of version 1."""
-    details = None if call.node.details is None else encode_details(call.node.details)
-    media = [(bytes.fromhex(each.digest), each.kind, each.start, each.length) for each in call.node.media]
-    if call.engine_tool_call_ids:
-        return 5, (details, call.role_source, media, call.engine_tool_call_ids)
-    if media:
-        return 4, (details, call.role_source, media)
-    if call.role_source != _source_before_3(call.role):
-        return 3, (details, call.role_source)
-    return (1, ()) if details is None else (2, (details,))
 
 
 def decode(data: bytes) -> Call:
@@ -114,46 +116,15 @@ def decode(data: bytes) -> Call:
     if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
         raise DecodeError(f"schema version {version!r} is unknown to this build, which reads up to {SCHEMA_VERSION}")
     try:
-        return _DECODERS[version](fields)
+        return _decode_fields(version, fields)
     except DecodeError:
         raise
     except (ValueError, TypeError, IndexError, KeyError, zlib.error) as error:
         raise DecodeError(f"a version-{version} record is damaged: {error}") from error
 
 
-def _decode_v5(fields: list[Any]) -> Call:
-    *before, engine_tool_call_ids = fields
-    _require(engine_tool_call_ids, str)
-    return replace(_decode_v4(before), engine_tool_call_ids=tuple(engine_tool_call_ids))
-
-
-def _decode_v4(fields: list[Any]) -> Call:
-    *before, media = fields
-    call = _decode_v3(before)
-    return replace(call, node=replace(call.node, media=tuple(_media(*each) for each in media)))
-
-
-def _media(digest: bytes, kind: str, start: int, length: int) -> Media:
-    _require((digest,), bytes)
-    _require((kind,), str)
-    _require((start, length), int)
-    return Media(digest.hex(), kind, start, length)
-
-
-def _decode_v3(fields: list[Any]) -> Call:
-    *before, details, role_source = fields
-    _require((role_source,), str)
-    call = _decode_v1(before) if details is None else _decode_v2([*before, details])
-    return replace(call, role_source=role_source)
-
-
-def _decode_v2(fields: list[Any]) -> Call:
-    *before, details = fields
-    call = _decode_v1(before)
-    return replace(call, node=replace(call.node, details=decode_details(details)))
-
-
-def _decode_v1(fields: list[Any]) -> Call:
+def _decode_fields(version: int, fields: list[Any]) -> Call:
+    """Each version has one field more than the one before."""
     (
         _,
         call_id,
@@ -184,9 +155,19 @@ def _decode_v1(fields: list[Any]) -> Call:
         trainable,
         quarantine_reason,
         marks,
+        *later,
     ) = fields
+    if len(later) != version - 1:
+        raise ValueError(f"it has {len(later)} fields after those of version 1, not {version - 1}")
+    details, role_source, media, engine_tool_call_ids, modes = [*later, *_ABSENT[len(later) :]]
+    *parameters, extra = sampling
+    if version < 3:
+        role_source = _source_before_3(role)
+    if version < 6:
+        modes = _modes_before_6(parameters.pop(), node[5])
     texts = (call_id, session_id, dialect, api, status, role, agent, finish_reason, projection, replica, quarantine_reason)
-    _require(texts, str)
+    _require((engine_tool_call_ids,), list)
+    _require((*texts, role_source, *engine_tool_call_ids), str)
     _require((root_key, fingerprint, reply_fingerprint, digest), bytes)
     _require((message_count, messages_from), int)
     _require((started_at, engine_seconds, own_seconds), float, int)
@@ -197,7 +178,7 @@ def _decode_v1(fields: list[Any]) -> Call:
     return Call(
         call_id=call_id,
         session_id=session_id,
-        node=_node(node),
+        node=_node(node, details, media, modes),
         dialect=dialect,
         api=api,
         status=status,
@@ -205,7 +186,7 @@ def _decode_v1(fields: list[Any]) -> Call:
         agent=agent,
         finish_reason=finish_reason,
         stop_reason=stop_reason,
-        sampling=_sampling(sampling),
+        sampling=_sampling(parameters, extra),
         root_key=root_key,
         fingerprint=fingerprint,
         reply_fingerprint=reply_fingerprint,
@@ -223,16 +204,24 @@ def _decode_v1(fields: list[Any]) -> Call:
         trainable=trainable,
         quarantine_reason=quarantine_reason,
         marks=marks,
-        role_source=_source_before_3(role),
+        role_source=role_source,
+        engine_tool_call_ids=tuple(engine_tool_call_ids),
     )
 
 
-_DECODERS = {1: _decode_v1, 2: _decode_v2, 3: _decode_v3, 4: _decode_v4, 5: _decode_v5}
+_ABSENT: tuple[Any, ...] = (None, None, [], [], None)
+"""What the fields after those of version 1 are in records that lack them."""
 
 
 def _source_before_3(role: str) -> str:
     """The implied source: earlier builds used a role other than main to exclude a call from training or to name an agent."""
     return INFERRED if role == "main" else DECLARED
+
+
+def _modes_before_6(engine_mode: str, completion_ids: bytes) -> list[tuple[str, int, int]]:
+    """All of one mode: earlier builds recorded vLLM's, which does not tell whether tokens were masked."""
+    mode = LOGITS if engine_mode in ("raw_logits", "processed_logits") else UNKNOWN_MODE
+    return [(mode, 0, len(completion_ids) // 4)] if completion_ids else []
 
 
 def _require(values: Iterable[Any], *types: type) -> None:
@@ -255,10 +244,11 @@ def _node_fields(node: Node) -> tuple[Any, ...]:
     )
 
 
-def _node(fields: list[Any]) -> Node:
+def _node(fields: list[Any], details: Any, media: list[Any], modes: list[Any]) -> Node:
     parent_id, branch_reason, base_id, base_length, delta_ids, completion_ids, logprobs, spans = fields
     _require((parent_id, branch_reason, base_id), NoneType, str)
     _require((base_length, *(number for span in spans for number in span)), int)
+    _require((media, modes), list)
     return Node(
         parent_id=parent_id,
         branch_reason=branch_reason,
@@ -268,7 +258,23 @@ def _node(fields: list[Any]) -> Node:
         completion_ids=_ids(completion_ids),
         logprobs=_logprobs(logprobs),
         spans=tuple(Span(*span) for span in spans),
+        modes=tuple(_mode(*each) for each in modes),
+        details=None if details is None else decode_details(details),
+        media=tuple(_media(*each) for each in media),
     )
+
+
+def _mode(mode: str, start: int, end: int) -> ModeSpan:
+    _require((mode,), str)
+    _require((start, end), int)
+    return ModeSpan(mode, start, end)
+
+
+def _media(digest: bytes, kind: str, start: int, length: int) -> Media:
+    _require((digest,), bytes)
+    _require((kind,), str)
+    _require((start, length), int)
+    return Media(digest.hex(), kind, start, length)
 
 
 def _ids(data: bytes) -> Ids:
@@ -287,14 +293,13 @@ def _sampling_fields(sampling: Sampling) -> tuple[Any, ...]:
         sampling.seed,
         sampling.max_tokens,
         sampling.stop,
-        sampling.logprob_mode,
         dict(sampling.extra),
     )
 
 
-def _sampling(fields: list[Any]) -> Sampling:
-    temperature, top_p, top_k, seed, max_tokens, stop, logprob_mode, extra = fields
-    return Sampling(temperature, top_p, top_k, seed, max_tokens, tuple(stop), logprob_mode, extra)
+def _sampling(parameters: list[Any], extra: dict[Any, Any]) -> Sampling:
+    temperature, top_p, top_k, seed, max_tokens, stop = parameters
+    return Sampling(temperature, top_p, top_k, seed, max_tokens, tuple(stop), extra)
 
 
 def _crc(packed: bytes) -> bytes:

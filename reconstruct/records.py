@@ -27,9 +27,13 @@ from reconstruct.errors import IdOutOfRange, LengthMismatch, MissingLogprob, Spa
 from reconstruct.media import Media, overlapping, shift
 from reconstruct.messages import read_tool_call_id
 
-RAW, PROCESSED, UNKNOWN_MODE = "raw_logprobs", "processed_logprobs", "unknown"
-NO_LOGPROBS = ("raw_logits", "processed_logits")
-"""Logprob modes of vLLM in which an engine reports logits instead of logprobs."""
+RAW, PROCESSED, MASKED, UNKNOWN_MODE, LOGITS = "raw", "processed", "masked", "unknown", "logits"
+"""What a logprob was taken from. RAW: log_softmax of the model's logits, so it recomputes. PROCESSED: after temperature, truncation and
+processors. MASKED: tokens were masked before the number was taken, as a grammar does; it does not recompute. UNKNOWN_MODE: nothing says
+that it is one of these. LOGITS: the number is no logprob at all, and is never trained."""
+
+LOGPROB_MODES = (RAW, PROCESSED, MASKED, UNKNOWN_MODE)
+"""The modes that may be trained."""
 
 NO_TOKEN_IDS = "no_token_ids"
 """The quarantine reason of a call whose engine did not report the ids of its prompt and reply."""
@@ -104,12 +108,30 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class ModeSpan:
+    """The logprobs of the sampled tokens `start:end` of a call are of `mode`, one of LOGPROB_MODES or LOGITS."""
+
+    mode: str
+    start: int
+    end: int
+
+
+def merge_modes(spans: Iterable[ModeSpan]) -> tuple[ModeSpan, ...]:
+    """The spans in their order, adjacent ones of one mode as one."""
+    merged: list[ModeSpan] = []
+    for span in spans:
+        if merged and (merged[-1].mode, merged[-1].end) == (span.mode, span.start):
+            span = ModeSpan(span.mode, merged.pop().start, span.end)
+        merged.append(span)
+    return tuple(merged)
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """The effective sampling parameters of a call, after session overrides and clamping.
 
-    None: neither the harness nor the session set it, so the engine's default applied. `logprob_mode` is the engine's: "raw_logprobs"
-    ignores temperature and truncation, "processed_logprobs" does not; "unknown" if neither the engine nor its operator says. Calls
-    with one of NO_LOGPROBS are never trained.
+    None: neither the harness nor the session set it, so the engine's default applied. `extra` has everything else in effect that may
+    have bent the choice of a token (see `proxy/call/record.py`).
     """
 
     temperature: float | None = None
@@ -118,13 +140,12 @@ class Sampling:
     seed: int | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
-    logprob_mode: str = UNKNOWN_MODE
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """A call's place in the session tree, and its tokens: m sampled ids, m logprobs, and spans that tile 0..m.
+    """A call's place in the session tree, and its tokens: m sampled ids, m logprobs, and `spans` and `modes` that each tile 0..m.
 
     `media` are those of the delta, by positions in it."""
 
@@ -136,11 +157,12 @@ class Node:
     completion_ids: Ids
     logprobs: Logprobs
     spans: tuple[Span, ...]
+    modes: tuple[ModeSpan, ...]
     details: CallDetails | None = None
     media: tuple[Media, ...] = ()
 
     def check(self, *, session_id: str = "", call_id: str = "") -> None:
-        """Raise a RecordError if lengths, logprobs, spans or ids break a rule; nothing is repaired."""
+        """Raise a RecordError if lengths, logprobs, spans, modes or ids break a rule; nothing is repaired."""
         where: dict[str, Any] = {"session_id": session_id, "call_id": call_id}
         sampled = len(self.completion_ids)
         if len(self.logprobs) != sampled:
@@ -152,6 +174,7 @@ class Node:
             if len(ids) and int(ids.min()) < 0:
                 raise IdOutOfRange(f"id {int(ids.min())} is negative", **where, position=int(ids.argmin()))
         self._check_spans(where)
+        self._check_modes(where)
         if self.media:
             _check_media(self.media, len(self.delta_ids), where)
         if self.details is not None:
@@ -165,6 +188,17 @@ class Node:
             end = span.end
         if end != len(self.completion_ids):
             raise SpanError(f"spans cover {end} of {len(self.completion_ids)} sampled tokens", **where, position=end)
+
+    def _check_modes(self, where: dict[str, Any]) -> None:
+        end = 0
+        for span in self.modes:
+            if span.start != end or span.end <= span.start:
+                raise LengthMismatch(f"{span} does not continue at {end}", **where, position=end)
+            end = span.end
+        if end != len(self.completion_ids):
+            raise LengthMismatch(
+                f"logprob modes cover {end} of {len(self.completion_ids)} sampled tokens", **where, position=end
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

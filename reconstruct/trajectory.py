@@ -1,7 +1,7 @@
 """Trajectory: one training row, and the accounting of a session's sampled tokens.
 
-`token_ids`, `loss_mask` and `logprobs` have one length; `logprobs` is 0.0 where the mask is 0; `weight_versions` spans cover
-sampled tokens only, in the row's own positions. `trajectory_id` depends on the session and the calls in the row alone, so
+`token_ids`, `loss_mask` and `logprobs` have one length; `logprobs` is 0.0 where the mask is 0; `logprob_modes` and `weight_versions` are
+spans that cover sampled tokens only, in the row's own positions. `trajectory_id` depends on the session and the calls in the row alone, so
 that a redelivered row has the id it had before.
 
 `role` is its last call's; `role_source` is where the role comes from: declared, rule or inferred (see `reconstruct.roles`).
@@ -11,8 +11,8 @@ that a redelivered row has the id it had before.
 A rollout may have several rows, which share a `rollout_id`. `row_weight` is 1 / the number of rows of that rollout and policy that train
 anything (0 for a row that trains nothing), so that the rows of a rollout add up to 1 for each policy.
 
-`logprob_mode` is the mode of all its logprobs (see `reconstruct.records.Sampling`), or MIXED if its calls differ: its importance
-ratios then have no single meaning. `details` are None unless they were requested and the engine sent them.
+`logprob_modes` say what its logprobs were taken from: see `reconstruct.records.LOGPROB_MODES`. `details` are None unless they were
+requested and the engine sent them.
 
 `media` are the images of the prompts in it, by the row's own positions; their ids are never trained. Rows of equal ids are of equal context
 only if their media are equal, too.
@@ -29,12 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reconstruct.media import Media, as_wire
-from reconstruct.records import INFERRED, UNKNOWN_MODE, Ids, Logprobs, Span
+from reconstruct.records import INFERRED, Ids, Logprobs, ModeSpan, Span
 
 Mask = NDArray[np.int8]
-
-MIXED = "mixed"
-"""The logprob mode of a row whose calls were sampled under different ones."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,6 +61,7 @@ class Trajectory:
     token_ids: Ids
     loss_mask: Mask
     logprobs: Logprobs
+    logprob_modes: tuple[ModeSpan, ...]
     weight_versions: tuple[Span, ...]
     reward: float | None
     call_ids: tuple[str, ...]
@@ -71,7 +69,6 @@ class Trajectory:
     truncated: bool
     metadata: Mapping[str, Any] = field(default_factory=dict)
     row_weight: float = 1.0
-    logprob_mode: str = UNKNOWN_MODE
     details: RowDetails | None = None
     policy: str = ""
     role_source: str = INFERRED
@@ -129,6 +126,7 @@ def encode_row(row: Trajectory, *, arrays: str = "list") -> dict[str, Any]:
         "token_ids": _array(row.token_ids, arrays),
         "loss_mask": _array(row.loss_mask, arrays),
         "logprobs": _array(row.logprobs, arrays),
+        "logprob_modes": [[span.mode, span.start, span.end] for span in row.logprob_modes],
         "weight_versions": [[span.version, span.start, span.end] for span in row.weight_versions],
         "reward": row.reward,
         "call_ids": list(row.call_ids),
@@ -137,7 +135,6 @@ def encode_row(row: Trajectory, *, arrays: str = "list") -> dict[str, Any]:
         "metadata": dict(row.metadata),
         "rollout_id": row.rollout_id,
         "row_weight": row.row_weight,
-        "logprob_mode": row.logprob_mode,
         **(_details(row.details, arrays) if row.details is not None else {}),
         "policy": row.policy,
         "media": as_wire(row.media),

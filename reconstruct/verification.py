@@ -2,7 +2,7 @@
 
 Context is true: a row's calls extend one another and its ids are the prompt and reply of the last one, so the ids before a trained
 token are those it was sampled after. Each once: over all rows, every token of a trainable call has `loss_mask` 1 exactly once, with its
-own logprob and weight version; tokens of refused calls and placeholders of media never have.
+own logprob, its mode and weight version; tokens of refused calls and placeholders of media never have.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reconstruct.errors import LengthMismatch, RecordError
-from reconstruct.records import Call, Forest, Span, shared_length
+from reconstruct.records import LOGPROB_MODES, Call, Forest, ModeSpan, Span, shared_length
 from reconstruct.trajectory import NAMES, Trajectory
 
 Counts = NDArray[np.int64]
 
-_NO_VERSION = -1
+_NONE = -1
+_CODES = {mode: code for code, mode in enumerate(LOGPROB_MODES)}
 
 
 def verify(forest: Forest, refused: Mapping[str, str], rows: Sequence[Trajectory]) -> None:
@@ -87,10 +88,10 @@ def _check_media(forest: Forest, row: Trajectory) -> None:
 
 
 def _count_trained(forest: Forest, row: Trajectory, refused: Mapping[str, str], trained: Mapping[str, Counts]) -> None:
-    """Add the row's mask to the counts of its calls, and check their logprobs and versions."""
+    """Add the row's mask to the counts of its calls, and check their logprobs, modes and versions."""
     mask = row.loss_mask != 0
     logprobs = np.zeros(len(mask), dtype=np.float32)
-    versions = np.full(len(mask), _NO_VERSION, dtype=np.int64)
+    versions, modes = (np.full(len(mask), _NONE, dtype=np.int64) for _ in range(2))
     unsampled = mask.copy()
     for call_id in row.call_ids:
         call, start, end = forest.calls[call_id], forest.prompt_length(call_id), forest.full_length(call_id)
@@ -101,18 +102,27 @@ def _count_trained(forest: Forest, row: Trajectory, refused: Mapping[str, str], 
         trained[call_id][:] += row.loss_mask[start:end]
         unsampled[start:end] = False
         logprobs[start:end] = call.node.logprobs
-        _lay(versions, call.node.spans, start)
+        _lay_versions(versions, call.node.spans, start)
+        _lay_modes(modes, call.node.modes, start)
     last = forest.calls[row.call_ids[-1]]
     _refuse_first(unsampled, last, f"row {row.trajectory_id} trains a token that none of its calls sampled")
     _refuse_first(np.where(mask, logprobs, 0) != row.logprobs, last, f"row {row.trajectory_id} has a wrong logprob")
-    claimed = np.full(len(mask), _NO_VERSION, dtype=np.int64)
-    _lay(claimed, row.weight_versions, 0)
-    _refuse_first(np.where(mask, versions, _NO_VERSION) != claimed, last, f"row {row.trajectory_id} has a wrong weight version")
+    claimed = np.full(len(mask), _NONE, dtype=np.int64)
+    _lay_versions(claimed, row.weight_versions, 0)
+    _refuse_first(np.where(mask, versions, _NONE) != claimed, last, f"row {row.trajectory_id} has a wrong weight version")
+    claimed.fill(_NONE)
+    _lay_modes(claimed, row.logprob_modes, 0)
+    _refuse_first(np.where(mask, modes, _NONE) != claimed, last, f"row {row.trajectory_id} has a wrong logprob mode")
 
 
-def _lay(versions: NDArray[np.int64], spans: Iterable[Span], start: int) -> None:
+def _lay_versions(versions: NDArray[np.int64], spans: Iterable[Span], start: int) -> None:
     for span in spans:
         versions[start + span.start : start + span.end] = span.version
+
+
+def _lay_modes(modes: NDArray[np.int64], spans: Iterable[ModeSpan], start: int) -> None:
+    for span in spans:
+        modes[start + span.start : start + span.end] = _CODES.get(span.mode, len(_CODES))
 
 
 def _refuse_first(wrong: NDArray[np.bool_], call: Call, message: str) -> None:

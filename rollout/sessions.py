@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ACCEPT = "application/msgpack;arrays=packed"
-ARRAYS = ("prompt_ids", "completion_ids", "logprobs", "weight_versions")
+ARRAYS = ("prompt_ids", "completion_ids", "logprobs", "logprob_modes", "weight_versions")
 PAGE = 200
 
 LOG_CHARACTERS = 65536

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reconstruct.details import NO_EXPERT, NO_TOKEN
-from reconstruct.trajectory import MIXED, NAMES, RowDetails, Trajectory
+from reconstruct.trajectory import NAMES, RowDetails, Trajectory
 from trainer_client.errors import MixedLogprobModes, RowTooLong, UnseenImages
 from trainer_client.media import MediaFiles
 from trainer_client.vision import RowVision, Vision, join_rows, join_sequence
-from trainer_client.wire import Group, versions_by_token
+from trainer_client.wire import Group, modes_by_token, versions_by_token
 
 Framework = Literal["numpy", "torch"]
 Side = Literal["left", "right"]
@@ -82,12 +82,10 @@ class ImageArrays(RowColumns):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TokenArrays(ImageArrays):
-    """`logprob_mode` is the mode of `inference_logprobs`, the same in all rows. The other fields are None unless a row has them; they
-    have the shape of the token fields with these dimensions appended: `top_token_ids` int32 and `top_logprobs` float32 (…, k), -1 and
-    NaN if unknown; `prompt_logprobs` float32 (…), NaN if unknown; `routed_experts` int16 (…, layers, experts per token), -1 if
-    unknown. See `reconstruct.trajectory.RowDetails`."""
+    """The fields are None unless a row has them; they have the shape of the token fields with these dimensions appended: `top_token_ids`
+    int32 and `top_logprobs` float32 (…, k), -1 and NaN if unknown; `prompt_logprobs` float32 (…), NaN if unknown; `routed_experts` int16
+    (…, layers, experts per token), -1 if unknown. See `reconstruct.trajectory.RowDetails`."""
 
-    logprob_mode: str
     top_token_ids: Array | None
     top_logprobs: Array | None
     prompt_logprobs: Array | None
@@ -100,7 +98,8 @@ class PaddedBatch(TokenArrays):
 
     `token_ids` int64, `pad_id` outside the row. `attention_mask` int64: 1 on the row. `position_ids` int64: 0, 1, … on the row, 0
     outside. `loss_mask` bool: True on sampled tokens, at the token itself: compare the prediction at t - 1 with the token at t.
-    `inference_logprobs` float32: the engine's, 0.0 on other tokens. `weight_versions` int64: -1 if not sampled.
+    `inference_logprobs` float32: the engine's, 0.0 on other tokens. `logprob_modes` int8: what they were taken from, as the place in
+    `reconstruct.records.LOGPROB_MODES` (raw, processed, masked, unknown); -1 if not sampled. `weight_versions` int64: -1 if not sampled.
     """
 
     token_ids: Array
@@ -108,13 +107,14 @@ class PaddedBatch(TokenArrays):
     position_ids: Array
     loss_mask: Array
     inference_logprobs: Array
+    logprob_modes: Array
     weight_versions: Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
     """Some rows of a batch, and what every form of them takes: `indexes` are theirs in the batch, `columns`, `advantages` and `media` are
-    the whole batch's. `vision` False: without pixels."""
+    the whole batch's. `vision` False: without pixels. Raises MixedLogprobModes unless `mix_modes`."""
 
     rows: Sequence[Trajectory]
     indexes: Sequence[int]
@@ -124,6 +124,11 @@ class Selection:
     framework: Framework
     media: MediaFiles
     vision: Vision | Literal[False] | None
+    mix_modes: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.mix_modes:
+            require_one_mode(self.rows)
 
     def take(self, places: Sequence[int]) -> Selection:
         """Those at these places of this selection."""
@@ -158,7 +163,6 @@ def pad_rows(selection: Selection, *, pad_id: int, max_length: int | None, multi
         raise ValueError(f"max_length {max_length} is not a multiple of {multiple_of}")
     chosen = selection.rows
     lengths = limit_lengths(chosen, max_length, truncate=selection.truncate)
-    mode = require_one_mode(chosen)
     width = -(-max(lengths, default=0) // multiple_of) * multiple_of
 
     places = [slice(0, length) if side == "right" else slice(width - length, width) for length in lengths]
@@ -175,8 +179,8 @@ def pad_rows(selection: Selection, *, pad_id: int, max_length: int | None, multi
         position_ids=rectangle(0, np.int64, lambda row: np.arange(len(row.token_ids))),
         loss_mask=rectangle(False, np.bool_, lambda row: row.loss_mask),
         inference_logprobs=rectangle(0.0, np.float32, lambda row: row.logprobs),
+        logprob_modes=rectangle(-1, np.int8, modes_by_token),
         weight_versions=rectangle(-1, np.int64, versions_by_token),
-        logprob_mode=mode,
         **_lay_out_images(selection.read_images(lengths), places, width),
         **lay_out_details(chosen, lengths, list(enumerate(places)), (len(chosen), width)),
         **selection.select_columns(lengths),
@@ -242,7 +246,8 @@ def count_lost_tokens(rows: Sequence[Trajectory], lengths: Sequence[int]) -> lis
 class PackedBatch(TokenArrays):
     """Token fields have shape (tokens,), see also TokenArrays; the fields of RowColumns have shape (rows,), in the packed order.
 
-    `token_ids`, `position_ids` int64, `loss_mask` bool, `inference_logprobs` float32, `weight_versions` int64 as in PaddedBatch.
+    `token_ids`, `position_ids` int64, `loss_mask` bool, `inference_logprobs` float32, `logprob_modes` int8, `weight_versions` int64 as in
+    PaddedBatch.
     `segment_index` int64: the row of each token, so that `advantages[segment_index]` is per token. `cu_seqlens` int32 of shape
     (rows + 1,): row i is `cu_seqlens[i]:cu_seqlens[i + 1]`. `max_seqlen`: the longest row.
     """
@@ -252,6 +257,7 @@ class PackedBatch(TokenArrays):
     segment_index: Array
     loss_mask: Array
     inference_logprobs: Array
+    logprob_modes: Array
     weight_versions: Array
     cu_seqlens: Array
     max_seqlen: int
@@ -265,7 +271,6 @@ class PackedBatch(TokenArrays):
 def pack_rows(selection: Selection, token_budget: int) -> list[PackedBatch]:
     """The rows packed by first-fit decreasing; see `Batch.packed`."""
     lengths = limit_lengths(selection.rows, token_budget, truncate=selection.truncate)
-    require_one_mode(selection.rows)
     # Keyed by the place in the selection, so that a row may be requested twice.
     return [
         _sequence(selection.take(bin_), [lengths[at] for at in bin_]).in_framework(selection.framework)
@@ -306,10 +311,10 @@ def _sequence(selection: Selection, lengths: Sequence[int]) -> PackedBatch:
         segment_index=np.repeat(np.arange(len(chosen), dtype=np.int64), lengths),
         loss_mask=line(np.bool_, lambda row: row.loss_mask),
         inference_logprobs=line(np.float32, lambda row: row.logprobs),
+        logprob_modes=line(np.int8, modes_by_token),
         weight_versions=line(np.int64, versions_by_token),
         cu_seqlens=np.array(borders, dtype=np.int32),
         max_seqlen=max(lengths),
-        logprob_mode=require_one_mode(chosen),
         **lay_out_sequence_of_images(selection.read_images(lengths)),
         **lay_out_details(chosen, lengths, [(slice(start, end),) for start, end in pairwise(borders)], (borders[-1],)),
         **selection.select_columns(lengths),
@@ -360,15 +365,16 @@ _MISSING: dict[str, tuple[Any, Any]] = {
 """The dtype, and the value for unknown."""
 
 
-def require_one_mode(rows: Sequence[Trajectory]) -> str:
-    """The logprob mode of all rows. Raises MixedLogprobModes if they differ, or if a row has several."""
-    modes = {row.logprob_mode for row in rows}
-    if len(modes) > 1 or MIXED in modes:
-        first = {row.logprob_mode: row.trajectory_id for row in reversed(rows)}
+def require_one_mode(rows: Sequence[Trajectory]) -> None:
+    """Raises MixedLogprobModes if the logprobs of the rows, or of one row, were taken from different distributions."""
+    first = {span.mode: row.trajectory_id for row in reversed(rows) for span in row.logprob_modes}
+    if len(first) > 1:
         named = ", ".join(f"{mode} (as in trajectory {name!r})" for mode, name in sorted(first.items()))
-        advice = "choose rows of one mode with `rows`, or have the service train one alone (VERBATIM_TRAIN_LOGPROB_MODES)"
+        advice = (
+            "lease one mode, as in `client.lease(logprob_modes=['raw'])`, or have the service train one alone "
+            "(VERBATIM_TRAIN_LOGPROB_MODES)"
+        )
         raise MixedLogprobModes(f"these rows have different logprob modes: {named}; {advice}")
-    return modes.pop() if modes else ""
 
 
 def lay_out_details(

@@ -102,10 +102,10 @@ class Batch:
         return tuple(row.rollout_id for row in self.rows)
 
     @property
-    def logprob_modes(self) -> tuple[str, ...]:
-        """Per row: `raw_logprobs`, `processed_logprobs` or `unknown`; `mixed` for a row of several. `padded` and `packed` take rows of one
-        mode only; see docs/trainers.md."""
-        return tuple(row.logprob_mode for row in self.rows)
+    def logprob_modes(self) -> tuple[frozenset[str], ...]:
+        """Per row: what its logprobs were taken from, of `raw`, `processed`, `masked` and `unknown`. `padded`, `packed` and `tree` take
+        rows of one mode unless they are told to mix; see docs/trainers.md."""
+        return tuple(frozenset(span.mode for span in row.logprob_modes) for row in self.rows)
 
     def advantages(self, estimator: Estimator) -> NDArray[np.float32]:
         """`estimator` (one of trainer_client.advantages) over all rows; float32 of shape (rows,)."""
@@ -123,14 +123,16 @@ class Batch:
         advantages: Any = None,
         rows: Sequence[int] | None = None,
         vision: Vision | Literal[False] | None = None,
+        mix_modes: bool = False,
     ) -> PaddedBatch:
         """All rows, or those at the indexes `rows` (a micro-batch), as one rectangle.
 
         Its width is the longest row, rounded up to `multiple_of`. A row over `max_length` tokens raises RowTooLong, or with
-        `truncate` loses its end (counted in `cut_tokens`). `advantages`: one per row of the whole batch.
+        `truncate` loses its end (counted in `cut_tokens`). `advantages`: one per row of the whole batch. `mix_modes`: take tokens whose
+        logprobs were taken from different distributions, as `logprob_modes` says of each.
         Raises: RowTooLong, MixedLogprobModes, UnseenImages, VisionMismatch, ValueError.
         """
-        selection = self._select(rows, truncate, advantages, framework, vision)
+        selection = self._select(rows, truncate, advantages, framework, vision, mix_modes)
         return pad_rows(selection, pad_id=pad_id, max_length=max_length, multiple_of=multiple_of, side=side)
 
     def packed(
@@ -142,13 +144,14 @@ class Batch:
         advantages: Any = None,
         rows: Sequence[int] | None = None,
         vision: Vision | Literal[False] | None = None,
+        mix_modes: bool = False,
     ) -> list[PackedBatch]:
         """All rows, or those at the indexes `rows`, in sequences of at most `token_budget` tokens, no row split.
 
         A row over the budget raises RowTooLong, or with `truncate` loses its end (counted in `cut_tokens`). Raises MixedLogprobModes,
         UnseenImages, VisionMismatch.
         """
-        return pack_rows(self._select(rows, truncate, advantages, framework, vision), token_budget)
+        return pack_rows(self._select(rows, truncate, advantages, framework, vision, mix_modes), token_budget)
 
     def tree(
         self,
@@ -159,13 +162,14 @@ class Batch:
         advantages: Any = None,
         rows: Sequence[int] | None = None,
         vision: Vision | Literal[False] | None = None,
+        mix_modes: bool = False,
     ) -> list[TreeBatch]:
         """All rows, or those at the indexes `rows`, as sequences of at most `token_budget` distinct tokens: each shared prefix once.
 
         A row over the budget raises RowTooLong, or loses its end with `truncate` (counted in `cut_tokens`). Raises MixedLogprobModes,
         UnseenImages, VisionMismatch.
         """
-        return build_trees(self._select(rows, truncate, advantages, framework, vision), token_budget)
+        return build_trees(self._select(rows, truncate, advantages, framework, vision, mix_modes), token_budget)
 
     def ack(self) -> None:
         """End the lease; the batch is never delivered again. Raises LeaseLost."""
@@ -203,8 +207,9 @@ class Batch:
         advantages: Any,
         framework: Framework,
         vision: Vision | Literal[False] | None,
+        mix_modes: bool,
     ) -> Selection:
         """Those at the indexes `rows`; None: all."""
         indexes = range(len(self.rows)) if rows is None else rows
         chosen = [self.rows[at] for at in indexes]
-        return Selection(chosen, indexes, self.columns, truncate, advantages, framework, self.media, vision)
+        return Selection(chosen, indexes, self.columns, truncate, advantages, framework, self.media, vision, mix_modes)

@@ -1,7 +1,7 @@
 """Recompute the logprobs of rows with the model and compare them with the recorded ones.
 
-In float32 they differ by less than 1e-4 (vLLM against transformers: about 2e-6). Compare only raw logprobs: temperature, top_p and
-grammars change what an engine reports under "processed_logprobs".
+In float32 they differ by less than 1e-4 (vLLM against transformers: about 2e-6). Only raw logprobs are compared: no others are log_softmax
+of a model's logits (see `reconstruct.records.LOGPROB_MODES`).
 
 Row by row (`compare`), or on trees (`compare_trees`), where every prefix that rows share is computed once.
 """
@@ -16,15 +16,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from reconstruct.records import LOGPROB_MODES, RAW
 from reconstruct.trajectory import Trajectory
 from trainer_client.arrays import require_no_images
 from trainer_client.batch import Batch
 from trainer_client.media import MediaFiles
 from trainer_client.tree import TreeBatch
 from trainer_client.vision import Vision, join_sequence
+from trainer_client.wire import modes_by_token, versions_by_token
 
 if TYPE_CHECKING:
     import torch
+
+
+_RAW = LOGPROB_MODES.index(RAW)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +110,13 @@ def compare(
     vision: Vision | None = None,
     media: MediaFiles | None = None,
 ) -> Difference:
-    """The difference between the rows' stored logprobs and `model`'s over trained tokens; with `version`, only over the tokens sampled
-    under those weights. `vision`, `media` and errors as for `recompute`."""
+    """The difference between the rows' stored logprobs and `model`'s over trained tokens with raw ones; with `version`, only over the
+    tokens sampled under those weights. `vision`, `media` and errors as for `recompute`."""
     total = Difference()
     for row in rows:
-        wanted = np.array(row.loss_mask) == 1
+        wanted = modes_by_token(row) == _RAW
         if version is not None:
-            wanted &= _sampled_under(row, version)
+            wanted &= versions_by_token(row) == version
         if wanted.any():
             total += _difference(row, np.abs(recompute(model, row, vision=vision, media=media) - row.logprobs), wanted)
     return total
@@ -123,8 +128,10 @@ def compare_trees(
     """What `compare` says of the batch's rows, from trees of at most `token_budget` distinct tokens. For models that mix tokens by
     attention alone, each layer over the whole context: see `trainer_client.tree`."""
     total = Difference()
-    for tree in batch.tree(token_budget, vision=vision):
-        wanted = np.ones(len(tree.trained_index), dtype=np.bool_) if version is None else tree.weight_versions == version
+    for tree in batch.tree(token_budget, vision=vision, mix_modes=True):
+        wanted = tree.logprob_modes == _RAW
+        if version is not None:
+            wanted &= tree.weight_versions == version
         if wanted.any():
             distance = np.abs(recompute_tree(model, tree) - tree.inference_logprobs)
             at = int(np.argmax(np.where(wanted, distance, -1.0)))
@@ -153,14 +160,6 @@ def recompute_tree(model: Any, tree: TreeBatch) -> NDArray[np.float32]:
     logprobs = torch.log_softmax(logits.float(), dim=-1)[place, data.token_ids[data.trained_index]]
     found: NDArray[np.float32] = logprobs.cpu().numpy()
     return found
-
-
-def _sampled_under(row: Trajectory, version: int) -> NDArray[np.bool_]:
-    mask = np.zeros(len(row.token_ids), dtype=np.bool_)
-    for span in row.weight_versions:
-        if span.version == version:
-            mask[span.start : span.end] = True
-    return mask
 
 
 def _difference(row: Trajectory, distance: NDArray[np.float32], wanted: NDArray[np.bool_]) -> Difference:

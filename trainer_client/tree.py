@@ -36,10 +36,9 @@ from trainer_client.arrays import (
     Selection,
     lay_out_sequence_of_images,
     limit_lengths,
-    require_one_mode,
 )
 from trainer_client.vision import RowVision, cut_media
-from trainer_client.wire import versions_by_token
+from trainer_client.wire import modes_by_token, versions_by_token
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,8 +54,8 @@ class TreeBatch(ImageArrays):
 
     Fields of shape (trained,), one value per trained token of every row, in the order of the rows: `trained_index` int64, where the
     token is in `token_ids`; `logit_index` int64, where the token before it is, whose logits predict it; `segment_index` int64, its row,
-    so that `advantages[segment_index]` is per trained token; `loss_mask` bool, all true; `inference_logprobs` float32 and
-    `weight_versions` int64 as in PaddedBatch. A trained token that rows share has one entry per row.
+    so that `advantages[segment_index]` is per trained token; `loss_mask` bool, all true; `inference_logprobs` float32, `logprob_modes` int8
+    and `weight_versions` int64 as in PaddedBatch. A trained token that rows share has one entry per row.
 
     The fields of RowColumns have shape (rows,). `flat_tokens`: the tokens of the rows laid flat. `routed_experts` int16 of shape
     (tokens, layers, experts per token), -1 if unknown; None if no row has any.
@@ -70,9 +69,9 @@ class TreeBatch(ImageArrays):
     segment_index: Array
     loss_mask: Array
     inference_logprobs: Array
+    logprob_modes: Array
     weight_versions: Array
     routed_experts: Array | None
-    logprob_mode: str
     flat_tokens: int
 
     def dense_mask(self, window: int | None = None) -> Array:
@@ -131,11 +130,10 @@ class TreeBatch(ImageArrays):
 def build_trees(selection: Selection, token_budget: int) -> list[TreeBatch]:
     """The rows as sequences of trees; see `Batch.tree`."""
     lengths = limit_lengths(selection.rows, token_budget, truncate=selection.truncate)
-    mode = require_one_mode(selection.rows)
     return [
-        _lay_out_sequence(
-            selection.take([at for at, _ in part]), [(lengths[at], shared) for at, shared in part], mode
-        ).in_framework(selection.framework)
+        _lay_out_sequence(selection.take([at for at, _ in part]), [(lengths[at], shared) for at, shared in part]).in_framework(
+            selection.framework
+        )
         for part in _fill_sequences(selection.rows, lengths, token_budget)
     ]
 
@@ -185,7 +183,7 @@ def _get_experts(row: Trajectory) -> NDArray[np.int16] | None:
     return None if row.details is None else row.details.routed_experts
 
 
-def _lay_out_sequence(selection: Selection, places: Sequence[tuple[int, int]], mode: str) -> TreeBatch:
+def _lay_out_sequence(selection: Selection, places: Sequence[tuple[int, int]]) -> TreeBatch:
     """`places`: for each row its length and the length of the prefix that it shares with the row before."""
     chosen = selection.rows
     ids, depths, paths = [], [], []
@@ -219,9 +217,9 @@ def _lay_out_sequence(selection: Selection, places: Sequence[tuple[int, int]], m
         segment_index=np.repeat(np.arange(len(chosen), dtype=np.int64), [len(at) for at in trained]),
         loss_mask=np.ones(sum(len(at) for at in trained), dtype=np.bool_),
         inference_logprobs=concatenate(np.float32, [row.logprobs[at] for row, at in zip(chosen, trained, strict=True)]),
+        logprob_modes=concatenate(np.int8, [modes_by_token(row)[at] for row, at in zip(chosen, trained, strict=True)]),
         weight_versions=concatenate(np.int64, [versions_by_token(row)[at] for row, at in zip(chosen, trained, strict=True)]),
         routed_experts=_lay_out_experts(chosen, places),
-        logprob_mode=mode,
         flat_tokens=sum(lengths),
         **lay_out_sequence_of_images(new_images),
         **selection.select_columns(lengths),

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from reconstruct.details import of_one_shape
 from reconstruct.media import Media
-from reconstruct.records import INFERRED, UNKNOWN_MODE, Span, pack_ids, pack_logprobs
+from reconstruct.records import INFERRED, LOGPROB_MODES, ModeSpan, Span, pack_ids, pack_logprobs
 from reconstruct.trajectory import NAMES, Quarantined, RowDetails, Trajectory
 from trainer_client.errors import InvalidAnswer
 
@@ -136,6 +136,7 @@ def decode_trajectory(row: Mapping[str, Any], row_weight: float = 1.0) -> Trajec
             token_ids=pack_ids(_integers(row, "token_ids")),
             loss_mask=_mask(row),
             logprobs=pack_logprobs(_array(row, "logprobs")),
+            logprob_modes=tuple(ModeSpan(str(mode), int(start), int(end)) for mode, start, end in row["logprob_modes"]),
             weight_versions=tuple(Span(*map(int, span)) for span in row["weight_versions"]),
             reward=None if row["reward"] is None else float(row["reward"]),
             call_ids=tuple(row["call_ids"]),
@@ -143,7 +144,6 @@ def decode_trajectory(row: Mapping[str, Any], row_weight: float = 1.0) -> Trajec
             truncated=bool(row["truncated"]),
             metadata=row["metadata"],
             row_weight=float(row.get("row_weight", row_weight)),
-            logprob_mode=str(row.get("logprob_mode", UNKNOWN_MODE)),
             details=_details(row),
             policy=str(row.get("policy", "")),
             role_source=str(row.get("role_source", INFERRED)),
@@ -190,6 +190,15 @@ def versions_by_token(row: Trajectory) -> NDArray[np.int64]:
     for span in row.weight_versions:
         versions[span.start : span.end] = span.version
     return versions
+
+
+def modes_by_token(row: Trajectory) -> NDArray[np.int8]:
+    """What the logprob of each token was taken from, as its place in LOGPROB_MODES: int8 of the row's length; -1 for tokens that were not
+    sampled."""
+    modes = np.full(len(row.token_ids), -1, dtype=np.int8)
+    for span in row.logprob_modes:
+        modes[span.start : span.end] = LOGPROB_MODES.index(span.mode)
+    return modes
 
 
 def _mask(row: Mapping[str, Any]) -> NDArray[np.int8]:
@@ -265,6 +274,12 @@ def _check_spans(row: Trajectory, sampled: NDArray[np.bool_]) -> None:
             raise ValueError(f"{span} is not a valid weight-version span after token {end} of {len(sampled)}")
         end = span.end
     _refuse((versions_by_token(row) >= 0) != sampled, "weight_versions do not cover exactly the sampled tokens")
+    end = 0
+    for mode in row.logprob_modes:
+        if not (end <= mode.start < mode.end <= len(sampled) and mode.mode in LOGPROB_MODES):
+            raise ValueError(f"{mode} is not a valid span of a logprob mode after token {end} of {len(sampled)}")
+        end = mode.end
+    _refuse((modes_by_token(row) >= 0) != sampled, "logprob_modes do not cover exactly the sampled tokens")
 
 
 def _refuse(broken: NDArray[np.bool_], rule: str) -> None:

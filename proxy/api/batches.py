@@ -19,7 +19,7 @@ from proxy.api.requests import ENCODINGS, Body, Form, JsonBody, Served, choose_f
 from proxy.errors import NotFound, VerbatimError
 from proxy.rows import find_builder
 from proxy.services import Services
-from proxy.settings import Role
+from proxy.settings import Role, TrainedMode
 from proxy.store.delivery import LeaseTerms
 from proxy.store.groups import Nothing, PolicyLine
 
@@ -56,6 +56,9 @@ class LeaseRequest(
     """Only rows of this model. Default: all."""
     roles: list[Role] | None = Field(None, min_length=1)
     """Only rows of these roles. Default: all trained roles. After the ack, the groups' other rows are never delivered."""
+    logprob_modes: list[TrainedMode] | None = Field(None, min_length=1)
+    """Only tokens whose logprobs have these modes; the others are quarantined as `logprob_mode` in the batch's accounting. Default: all
+    that the service trains. After the ack they are never delivered."""
     builder: str | None = Field(None, min_length=1, max_length=200)
     """The row builder. Default: the service's setting, which also determines how the rows of groups are counted."""
     complete_only: bool = False
@@ -219,7 +222,8 @@ async def _lease(services: Services, body: LeaseRequest, form: Form, *, waits: b
         if isinstance(lease, Nothing):
             return lease
         try:
-            groups = await encode_groups(services, lease, RowTerms(form, body.roles, body.builder, body.complete_only))
+            rows = RowTerms(form, body.roles, body.builder, body.complete_only, body.logprob_modes)
+            groups = await encode_groups(services, lease, rows)
         except BaseException:
             # These groups do not reach the caller: it hung up, which cancels this task, or the store failed.
             with contextlib.suppress(VerbatimError):

@@ -31,6 +31,8 @@ router = APIRouter(prefix="/sessions/{session_id}", tags=["sessions"], default_r
 
 Span = Annotated[list[int], Field(min_length=3, max_length=3)]
 """[version, start, end]"""
+ModeSpan = tuple[Literal["raw", "processed", "masked", "unknown", "logits"], int, int]
+"""[mode, start, end]"""
 
 
 class MediaShape(Body):
@@ -64,6 +66,8 @@ class CallShape(Body):
     completion_ids: list[int]
     logprobs: list[float]
     """As long as completion_ids."""
+    logprob_modes: list[ModeSpan]
+    """What the logprobs were taken from: spans over completion_ids."""
     weight_versions: list[Span]
     """Spans over completion_ids."""
     finish_reason: str | None
@@ -71,7 +75,7 @@ class CallShape(Body):
     invalid_tool_call: bool
     """Whether a tool call of the reply could not be parsed, is of no offered tool, does not fit its schema or was not finished."""
     sampling: dict[str, Any] | None
-    """The parameters in effect."""
+    """The parameters in effect: with a fixed set of names, and any other that may have bent the choice of a token."""
     delivered: bool
     """Whether the whole answer was sent."""
     projection: str | None = None
@@ -97,7 +101,8 @@ class CallShape(Body):
 CALL: dict[str, Any] = json.loads("""
 {"call_id": "c0ffee", "parent_id": null, "branch_reason": null, "role": "main", "role_source": "inferred",
  "dialect": "chat", "api": "token", "model": "policy", "status": "finished", "prompt_ids": [101, 102],
- "media": [], "completion_ids": [7, 8], "logprobs": [-0.5, -1.25], "weight_versions": [[12, 0, 2]], "finish_reason": "stop",
+ "media": [], "completion_ids": [7, 8], "logprobs": [-0.5, -1.25], "logprob_modes": [["raw", 0, 2]],
+ "weight_versions": [[12, 0, 2]], "finish_reason": "stop",
  "stop_reason": null, "invalid_tool_call": false, "sampling": {"temperature": 1.0, "max_tokens": 32}, "delivered": true,
  "projection": null, "control_tokens": [], "messages": [{"role": "user", "content": "Say hello."}],
  "reply": {"role": "assistant", "content": "Hello."}, "engine_tool_call_ids": [], "session_id": "first",
@@ -127,6 +132,8 @@ class Trajectory(Body):
     """As long as token_ids; 1: sampled, and trained in this row."""
     logprobs: list[float]
     """As long as token_ids; 0.0 where the mask is 0."""
+    logprob_modes: list[ModeSpan]
+    """What they were taken from: spans that cover exactly the trained tokens."""
     weight_versions: list[Span]
     """Spans that cover exactly the trained tokens."""
     reward: float | None
@@ -137,7 +144,6 @@ class Trajectory(Body):
     rollout_id: str
     row_weight: float
     """1 / (the rollout's rows of this policy that have trained tokens)"""
-    logprob_mode: str
     policy: str
     """Empty: the default one."""
     media: list[MediaShape]
@@ -172,9 +178,10 @@ class Accounting(Body):
 ROW: dict[str, Any] = json.loads("""
 {"trajectory_id": "6f1c7d0a", "session_id": "first", "group_id": "task-1", "task_id": null, "role": "main",
  "role_source": "inferred", "agent": "", "token_ids": [101, 102, 7, 8], "loss_mask": [0, 0, 1, 1],
- "logprobs": [0.0, 0.0, -0.5, -1.25], "weight_versions": [[12, 2, 4]], "reward": 1.0, "call_ids": ["c0ffee"],
+ "logprobs": [0.0, 0.0, -0.5, -1.25], "logprob_modes": [["raw", 2, 4]], "weight_versions": [[12, 2, 4]],
+ "reward": 1.0, "call_ids": ["c0ffee"],
  "finish_reason": "stop", "truncated": false, "metadata": {}, "rollout_id": "first", "row_weight": 1.0,
- "logprob_mode": "raw_logprobs", "policy": "", "media": []}
+ "policy": "", "media": []}
 """)
 ACCOUNTING: dict[str, Any] = json.loads("""
 {"sampled_tokens": 2, "exported_tokens": 2, "quarantined": [], "dangling_calls": 0, "complete": true,

@@ -34,12 +34,13 @@ CHUNK_BYTES = 256 * 1024
 
 @dataclass(frozen=True, slots=True)
 class RowTerms:
-    """Which rows a lease delivers and how: `roles` None means all trained roles, `builder` None the service's."""
+    """Which rows a lease delivers and how: None means all trained roles, the service's builder, all trained logprob modes."""
 
     form: Form
     roles: Container[str] | None = None
     builder: str | None = None
     complete_only: bool = False
+    logprob_modes: Sequence[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ async def _encode_member(
     state = await services.sessions.mark_leased(session_id)
     if state is None:
         raise NotFound(f"session {session_id} was deleted")
-    built = await rows.session_rows(services, state, terms.builder)
+    built = await rows.session_rows(services, state, terms.builder, terms.logprob_modes)
     if terms.complete_only and not built.accounting.complete:
         raise ReconstructError(f"session {session_id} was complete when it was closed, and no longer is")
     session = {"session_id": session_id, **encode_accounting(built.accounting)}

@@ -6,8 +6,8 @@ survives. A changed column is a new SCHEMA_VERSION.
 
 Version 2 adds a row's logprob mode, token details and policy; version 3 whether a session is trained; version 4 the source of a row's
 role, and a session's echo policy, budget, dangling calls and completeness; version 5 a row's text and tools; version 6 what a session
-replays, its replayed tokens, and its log; version 7 images, and how a session looks ahead; version 8 the last call that was not served. The
-versions read alike otherwise.
+replays, its replayed tokens, and its log; version 7 images, and how a session looks ahead; version 8 the last call that was not served;
+version 9 the modes of a row's logprobs, in place of one mode. The versions read alike otherwise.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Rewards = tuple[float | None, tuple[tuple[str, float], ...], tuple[tuple[str, fl
 """A session's reward, and those of its calls and branches: what may still change once it is closed."""
 
 SCHEMA = "verbatim-archive"
-SCHEMA_VERSION = 8
-READ_VERSIONS = (1, 2, 3, 4, 5, 6, 7, 8)
+SCHEMA_VERSION = 9
+READ_VERSIONS = (1, 2, 3, 4, 5, 6, 7, 8, 9)
 
 TRAJECTORIES = {
     "trajectory_id": "string",
@@ -41,6 +41,7 @@ TRAJECTORIES = {
     "token_ids": "list<int32>",
     "loss_mask": "list<int8>",
     "logprobs": "list<float32>",
+    "logprob_modes": "json",
     "weight_versions": "list<list<int64>>",
     "reward": "float64",
     "row_weight": "float64",
@@ -48,7 +49,6 @@ TRAJECTORIES = {
     "finish_reason": "string",
     "truncated": "bool",
     "metadata": "json",
-    "logprob_mode": "string",
     "top_token_ids": "list<list<int32>>",
     "top_logprobs": "list<list<float32>>",
     "prompt_logprobs": "list<float32>",
@@ -242,6 +242,7 @@ def _trajectory_row(row: Mapping[str, Any], state: Mapping[str, Any]) -> Row:
         **{name: np.frombuffer(row[name], dtype=dtype) for name, dtype in _ARRAYS.items()},
         **{name: _detail(row.get(name), dtype) for name, dtype in _DETAILS.items()},
         "metadata": _dump(row["metadata"]),
+        "logprob_modes": _dump(row["logprob_modes"]),
         # Missing when the service exporting it is of an earlier build.
         "media": _dump(row.get("media", [])),
         "text": row.get("text"),

@@ -70,7 +70,7 @@ from proxy.store.states import NO_SHARE, Intent, Lookahead, SessionInfo, Share
 from proxy.timeline import COMMIT, ENGINE, INTENT, PLAN, QUEUE, REPLY, SAMPLE, STORE, CancelScope, Inflight, Timeline, Waiting
 from reconstruct.codec import encode
 from reconstruct.prompt import Prompt, Rendering
-from reconstruct.records import UNKNOWN_MODE, Call
+from reconstruct.records import Call
 from reconstruct.roles import find_purpose
 
 _TRIES = 50
@@ -373,7 +373,7 @@ class Flow:
         if planned.plan is None and turn.request.images:
             # Equal ids are equal context only where the same images stand behind them, and a chat endpoint does not say where.
             outcome.prompt_ids = None
-        check_sampled(outcome, logprob_mode(replica, self._settings))
+        check_sampled(outcome, self._find_engine_mode(replica))
         return Sampled(planned, outcome)
 
     def _ask_to_plan(self, planned: Planned, wanted: Wanted, take: Callable[[Prompt, dict[str, Any]], None]) -> PlanRequest:
@@ -401,9 +401,9 @@ class Flow:
         forced = isinstance(turn.request.forward.get("tool_choice"), dict)
         choices = [minted_choice(each, turn.call_ids, forced_tool=forced) for each in outcome.choices]
         frozen = self._pool.is_frozen(planned.replica, turn.request.model)
-        mode = logprob_mode(planned.replica, self._settings)
         found = confirm_by_ids(turn.tree, planned.found, sampled.prompt_ids)
-        calls = call_records(sampled, found, choices, frozen=frozen, logprob_mode=mode)
+        kind, engine_mode = self._kinds.of(planned.replica), self._find_engine_mode(planned.replica)
+        calls = call_records(sampled, found, choices, frozen=frozen, kind=kind, engine_mode=engine_mode)
         size = sum(call.size_bytes for call in calls)
         # A long text is compressed beside everybody else's calls.
         records = _encoded(calls) if size <= _LONG_BYTES else await asyncio.to_thread(_encoded, calls)
@@ -422,6 +422,10 @@ class Flow:
         warn_of_renderings(planned.replica, calls, choices)
         self._metrics.recorded(calls, time.perf_counter() - turn.clock, turn.timeline.engine_seconds)
         return _reply(sampled, choices if turn.lookahead is None else choices[:1])
+
+    def _find_engine_mode(self, replica: Replica) -> str:
+        """vLLM's `--logprobs-mode`: as the replica says itself, else as its operator says of its policy's engines; "" if neither does."""
+        return replica.logprob_mode or self._settings.engine_logprob_modes.get(replica.policy) or ""
 
     async def _check_open(self, turn: Turn) -> None:
         """Raises Conflict when the session was closed, by whichever process, and NotFound when it was deleted."""
@@ -488,8 +492,3 @@ def want_details(planned: Planned, settings: Settings) -> tuple[Planned, Wanted]
         return planned, wanted
     found = replace(planned.found, base=where.base_id)
     return replace(planned, found=found), replace(wanted, routed_from=where.base_length - 1)
-
-
-def logprob_mode(replica: Replica, settings: Settings) -> str:
-    """The mode of the replica's logprobs: as it says itself, else as its operator says of its policy's engines."""
-    return replica.logprob_mode or settings.engine_logprob_modes.get(replica.policy) or UNKNOWN_MODE

@@ -1,20 +1,25 @@
-"""Make the records of a finished call, one of each choice: the node's place and tokens, and what the API later shows of it."""
+"""Make the records of a finished call, one of each choice: the node's place and tokens, which distribution they were sampled from, and what
+the API later shows of it."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+import msgpack
 import msgspec
 
 from proxy.call.tree import SessionTree
 from proxy.call.turn import Continuation, Planned, Sampled
 from proxy.dialects.base import Choice, Delta, Request, tool_call_id
-from proxy.dialects.fields import NOTED, UNPARSED, accepts, arguments_object
+from proxy.dialects.fields import UNPARSED, accepts, arguments_object
 from proxy.engine.apis import reply as engine
+from proxy.engine.apis.base import EngineKind
 from proxy.engine.replica import Replica
 from reconstruct.accounting import FROZEN
 from reconstruct.media import Media, agreed_length, shift
@@ -24,12 +29,18 @@ from reconstruct.records import (
     CHOSEN,
     CONTROL_TOKENS,
     INVALID_TOOL_CALL,
+    LOGITS,
     LOOKAHEAD,
+    MASKED,
     MODEL,
     NO_TOKEN_IDS,
     NOT_CHOSEN,
+    PROCESSED,
+    RAW,
+    UNKNOWN_MODE,
     Call,
     Ids,
+    ModeSpan,
     Node,
     Sampling,
     pack_ids,
@@ -40,48 +51,26 @@ from reconstruct.records import (
 _encode = msgspec.json.Encoder().encode
 
 
-_NEUTRAL: Mapping[str, Any] = {"min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-"""Values of what is noted that bend nothing: they are left out."""
-
-
-def effective_sampling(asked: Mapping[str, Any], generate_body: Mapping[str, Any] | None, logprob_mode: str) -> Sampling:
-    """What was in effect: on the token path the engine's own parameters under ours, on the chat path what was sent."""
-    engine = (generate_body or {}).get("sampling_params") or {}
-    effective = {**engine, **asked}
-    stop = effective.get("stop") or ()
-    extra = {key: effective[key] for key in NOTED if effective.get(key) not in (None, _NEUTRAL.get(key))}
-    return Sampling(
-        temperature=effective.get("temperature"),
-        top_p=effective.get("top_p"),
-        top_k=effective.get("top_k"),
-        seed=effective.get("seed"),
-        max_tokens=effective.get("max_tokens"),
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        logprob_mode=logprob_mode,
-        extra=extra,
-    )
-
-
 def call_records(
-    sampled: Sampled, found: Continuation, choices: Sequence[Choice], *, frozen: bool, logprob_mode: str
+    sampled: Sampled, found: Continuation, choices: Sequence[Choice], *, frozen: bool, kind: EngineKind, engine_mode: str
 ) -> list[Call]:
     """The record of every choice, the first one first: the others lean on its prompt instead of repeating it.
 
     `found` is what the prompt's ids confirm; `choices` are the outcome's as the harness gets them. `frozen`: what was sampled is never
-    trained. `logprob_mode`: the engine's."""
+    trained. `kind` is the engine's; `engine_mode` its vLLM's `--logprobs-mode`, "" if that is not known."""
     planned, outcome = sampled.planned, sampled.outcome
-    turn, plan = planned.turn, planned.plan
+    turn = planned.turn
     engine_seconds = turn.timeline.engine_seconds
     own_seconds = max(0.0, time.perf_counter() - turn.clock - engine_seconds)
     where = place(turn.tree, found, sampled.prompt_ids, sampled.branch_reason, sampled.media)
-    asked = {**turn.request.forward, **planned.sampling}
-    sampling = effective_sampling(asked, plan.body if plan else None, logprob_mode)
+    parameters = kind.parameters(turn.request, planned.plan.body if planned.plan is not None else {}, planned.sampling)
+    sampling, logprob_mode = describe_sampling(parameters), find_mode(parameters, engine_mode, kind.leaves_raw)
     messages_from = found.reply_at + 1 if found.parent is not None else 0
     messages = _encode(turn.request.messages[messages_from:])
     all_marks = _marks(planned, messages_from)
     calls: list[Call] = []
     for each, choice in zip(outcome.choices, choices, strict=True):
-        node = _node(where, calls[0] if calls else None, each)
+        node = _node(where, calls[0] if calls else None, each, logprob_mode)
         quarantine_reason = _quarantine_reason(sampled, each, frozen)
         marks = (
             all_marks
@@ -253,7 +242,7 @@ def _is_shown(call: Sampled, sampled: engine.Sampled) -> bool:
     return call.planned.turn.lookahead is None or (call.chosen and sampled.index == 0)
 
 
-def _node(where: Place, sibling: Call | None, sampled: engine.Sampled) -> Node:
+def _node(where: Place, sibling: Call | None, sampled: engine.Sampled, logprob_mode: str) -> Node:
     base_id, base_length, delta_ids, media = where.base_id, where.base_length, pack_ids(where.delta_ids), where.media
     if sibling is not None:
         base_id, base_length = sibling.call_id, where.base_length + len(where.delta_ids)
@@ -267,6 +256,7 @@ def _node(where: Place, sibling: Call | None, sampled: engine.Sampled) -> Node:
         completion_ids=pack_ids(sampled.token_ids or ()),
         logprobs=pack_logprobs(sampled.logprobs),
         spans=sampled.spans,
+        modes=(ModeSpan(logprob_mode, 0, len(sampled.token_ids)),) if sampled.token_ids else (),
         details=sampled.details and sampled.details.cut_to_delta(base_length, len(delta_ids)),
         media=media,
     )
@@ -432,3 +422,125 @@ def _said(value: Any) -> str:
 def _text(part: Any) -> str:
     text = part.get("text") if isinstance(part, Mapping) else part
     return text if isinstance(text, str) else "\n"
+
+
+# Which distribution: what bent the choice of a call's tokens, and what its logprobs were taken from.
+#
+# Both are derived by exclusion from the parameters in effect (`EngineKind.parameters`): whatever is not known to bend nothing is noted, and
+# whatever is not known to leave raw logprobs raw makes their mode unknown. The request alone is no proof: vLLM turns a forced tool, a tool
+# with `"strict": true` and, for some tool parsers, every request with tools into a grammar.
+#
+# vLLM 0.32 masks logits by a grammar before it takes any logprob; all other processors come after the raw ones are taken and before the
+# processed ones (v1/sample/sampler.py). Measured against transformers: under a grammar raw logprobs are off by 6 to 12, under bias, allowed
+# ids, bad words and penalties by less than 1e-5.
+
+
+_OF_SAMPLING = ("temperature", "top_p", "top_k", "seed", "max_tokens", "stop")
+"""Parameters with a field of their own in Sampling."""
+
+_DEFAULTS: Mapping[str, tuple[Any, ...]] = {
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "ignore_eos": (False,),
+    "watermarking": (False,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+}
+"""Values of parameters that bend something otherwise, with which they bend nothing. None never does."""
+
+_NEUTRAL = frozenset(
+    # How a reply ends, without a token being kept from the model or forced on it.
+    {"stop_token_ids", "include_stop_str_in_output"}
+    # What is returned, and how it is spelled and scheduled.
+    | {"n", "logprobs", "top_logprobs", "prompt_logprobs", "prompt_logprob_start", "prompt_logprob_token_ids"}
+    | {"logprob_token_ids", "flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"}
+    | {"output_kind", "stream_interval", "skip_clone", "output_text_buffer_length", "skip_reading_prefix_cache"}
+    | {"routed_experts_prompt_start", "priority", "include_reasoning", "parallel_tool_calls", "cache_salt"}
+    | {"prompt_cache_key", "prompt_cache_retention", "safety_identifier"}
+    # What shapes the prompt, whose ids are recorded.
+    | {"tools", "reasoning_effort", "verbosity", "chat_template", "documents", "mm_processor_kwargs", "media_io_kwargs"}
+    | {"add_special_tokens"}
+)
+"""Parameters that bend nothing, whatever their value."""
+
+_TRANSFERRED = frozenset({"kv_transfer_params", "ec_transfer_params"})
+"""What vLLM itself puts into `extra_args`, which otherwise is for logits processors of an operator's."""
+
+_GRAMMARS = frozenset({"structured_outputs", "response_format", "tool_choice"})
+"""Parameters by which an engine masks tokens before it takes a logprob. The last two are those of a chat engine, which does not say what it
+makes of them."""
+
+_REWEIGHTS = frozenset({"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos"})
+"""What processed logprobs contain without a token being masked by it, truncation aside."""
+
+_MOST_BYTES = 2048
+"""A longer value is noted by its digest: the grammar of many tools would be stored with every call."""
+
+
+def describe_sampling(parameters: Mapping[str, Any]) -> Sampling:
+    """The parameters in effect. `extra` has all that may have bent the choice of a token and has no field of its own."""
+    stop = parameters.get("stop") or ()
+    return Sampling(
+        temperature=parameters.get("temperature"),
+        top_p=parameters.get("top_p"),
+        top_k=parameters.get("top_k"),
+        seed=parameters.get("seed"),
+        max_tokens=parameters.get("max_tokens"),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        extra={name: _note(value) for name, value in _find_bending(parameters).items()},
+    )
+
+
+def find_mode(parameters: Mapping[str, Any], engine_mode: str, leaves_raw: Set[str]) -> str:
+    """What the logprobs of a call with these parameters were taken from; see `reconstruct.records.LOGPROB_MODES`.
+
+    `engine_mode` is vLLM's `--logprobs-mode`, or another text if it is not known; `leaves_raw` is the engine kind's."""
+    if engine_mode in engine.NO_LOGPROBS:
+        return LOGITS
+    bending = _find_bending(parameters).keys()
+    if bending & _GRAMMARS or _has_strict_tool(parameters):
+        return MASKED
+    # An engine that does not say what it makes of tools may make a grammar of them.
+    if parameters.get("tools") or not bending <= leaves_raw:
+        return UNKNOWN_MODE
+    if engine_mode == "processed_logprobs":
+        return PROCESSED if bending <= _REWEIGHTS else MASKED
+    return RAW if engine_mode == "raw_logprobs" else UNKNOWN_MODE
+
+
+def _find_bending(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are not known to bend nothing, and have no field of their own."""
+    found = {
+        name: value
+        for name, value in parameters.items()
+        if value is not None and name not in _OF_SAMPLING and name not in _NEUTRAL and value not in _DEFAULTS.get(name, ())
+    }
+    extra = found.get("extra_args")
+    if isinstance(extra, Mapping) and extra.keys() <= _TRANSFERRED:
+        del found["extra_args"]
+    return found
+
+
+def _has_strict_tool(parameters: Mapping[str, Any]) -> bool:
+    """Whether a chat engine was offered a tool whose arguments must follow their schema. (Offered any, it may use a grammar: unknown.)"""
+    functions = [tool.get("function") for tool in parameters.get("tools") or () if isinstance(tool, Mapping)]
+    return any(isinstance(function, Mapping) and function.get("strict") is True for function in functions)
+
+
+def _note(value: Any) -> Any:
+    """The value as a record holds it, without what is off in it; by its digest if it is long."""
+    if isinstance(value, Mapping):
+        value = {str(name): item for name, item in value.items() if item is not None and item is not False}
+    text = json.dumps(value, sort_keys=True, default=str).encode()
+    try:
+        if len(text) <= _MOST_BYTES and msgpack.packb(value):
+            return value
+    except (TypeError, ValueError, OverflowError):
+        # Such as an integer of more than 64 bits.
+        pass
+    return {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}

@@ -272,7 +272,7 @@ def _without_ids(call: Call, request: Request, found: Continuation) -> Call:
     begin = found.reply_at + 1
     return replace(
         call,
-        node=Node(parent_id, None, None, 0, none, none, pack_logprobs(()), ()),
+        node=Node(parent_id, None, None, 0, none, none, pack_logprobs(()), (), ()),
         fingerprint=found.fingerprint,
         reply_fingerprint=chain(found.fingerprint, [digest_message(_decode(call.reply))])[-1],
         root_key=found.dress,

@@ -16,8 +16,8 @@ import numpy as np
 
 from proxy.errors import RequestError
 
-NOTED = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias")
-"""Fields of a chat body that change the sampling distribution; stored with the call."""
+_GRAMMARS = ("response_format", "structured_outputs")
+"""Fields whose schemas may hold any number: what no record can hold of them is recorded by its digest."""
 
 MAX_CHOICES = 128
 
@@ -147,14 +147,13 @@ def refuse_prefill(message: Mapping[str, Any], param: str = "messages") -> None:
 
 
 def check_recordable(forward: Mapping[str, Any]) -> None:
-    """Raise RequestError if a stored field does not fit a record, such as an integer of more than 64 bits. Once the reply is sampled it
-    is too late."""
-    for key in NOTED:
-        if forward.get(key) is not None:
-            try:
-                msgpack.packb(forward[key])
-            except (OverflowError, ValueError) as error:
-                raise RequestError(f"'{key}' cannot be recorded: {error}", param=key) from error
+    """Raise RequestError if a field that may be recorded does not fit a record, such as an integer of more than 64 bits. Once the reply
+    is sampled it is too late."""
+    for key in forward.keys() - _GRAMMARS:
+        try:
+            msgpack.packb(forward[key])
+        except (OverflowError, ValueError) as error:
+            raise RequestError(f"'{key}' cannot be recorded: {error}", param=key) from error
 
 
 def check_tools(tools: Sized) -> None:

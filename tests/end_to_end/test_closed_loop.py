@@ -21,7 +21,7 @@ from openai import APIStatusError, OpenAI
 
 from proxy.engine.in_vllm.frames import SAMPLE
 from proxy.engine.in_vllm.launch import VllmServer
-from reconstruct.records import Span, pack_ids, pack_logprobs
+from reconstruct.records import ModeSpan, Span, pack_ids, pack_logprobs
 from reconstruct.trajectory import Trajectory
 from tests.support.engine.forked_vllm import run_beside_vllm
 from tests.support.engine.recording_relay import GENERATE, RecordingRelay
@@ -120,7 +120,8 @@ def row_of(row: dict[str, Any]) -> Trajectory:
     arrays = {"token_ids": pack_ids(row["token_ids"]), "loss_mask": pack_ids(row["loss_mask"]).astype("int8")}
     arrays["logprobs"] = pack_logprobs(row["logprobs"])
     spans = tuple(Span(*span) for span in row["weight_versions"])
-    given = {name: value for name, value in row.items() if name != "rollout_id"}
+    modes = tuple(ModeSpan(*span) for span in row["logprob_modes"])
+    given = {name: value for name, value in row.items() if name != "rollout_id"} | {"logprob_modes": modes}
     return Trajectory(**{**given, **arrays, "weight_versions": spans, "call_ids": tuple(row["call_ids"])})
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from proxy.engine.in_vllm.launch import VllmServer
 from reconstruct.trajectory import Trajectory
+from tests.support.engine.recording_relay import RecordingRelay
 from tests.support.engine.vllm_server import running_vllm
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session, streamed_text, wait_until
@@ -35,7 +36,7 @@ def model(tiny_model: Path) -> Any:
 
 
 @contextmanager
-def serving(engine: VllmServer, redis_server: RedisServer, **settings: Any) -> Iterator[RunningService]:
+def serving(engine: VllmServer | RecordingRelay, redis_server: RedisServer, **settings: Any) -> Iterator[RunningService]:
     redis_server.flushall()
     with RunningService(engine.url, redis_server.url, **settings) as service:
         wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "ready")
@@ -83,7 +84,7 @@ def test_raw_logprobs_prompts_and_the_most_probable_tokens_are_the_models(
         rows = talk(service.session(sampling=wanted), stream=stream)
     assert sum(int(row.loss_mask.sum()) for row in rows) >= 2
     for row in rows:
-        assert row.logprob_mode == "raw_logprobs"
+        assert {span.mode for span in row.logprob_modes} == {"raw"}
         told, sampled = logprobs_after(model, row), row.loss_mask == 1
         assert row.details is not None and row.details.top_token_ids is not None and row.details.top_logprobs is not None
         expected = of_tokens(row, told)
@@ -109,16 +110,95 @@ def test_processed_logprobs_are_those_at_the_calls_temperature(
     ):
         session = service.session(sampling={"temperature": 0.7, "top_logprobs": TOP})
         rows = talk(session, stream=False)
-        assert {call["sampling"]["logprob_mode"] for call in session.calls} == {"processed_logprobs"}
-        with RunningService(engine.url, redis_server.url, train_logprob_modes=["raw_logprobs"]) as other:
+        assert {mode for call in session.calls for mode, *_ in call["logprob_modes"]} == {"processed"}
+        with RunningService(engine.url, redis_server.url, train_logprob_modes=["raw"]) as other:
             answer = other.request("GET", f"/sessions/{session.session_id}/trajectories").json()
     assert answer["trajectories"] == []
-    assert {item["reason"] for item in answer["accounting"]["quarantined"]} == {"logprob_mode_processed_logprobs"}
+    assert {item["reason"] for item in answer["accounting"]["quarantined"]} == {"logprob_mode"}
     for row in rows:
-        assert row.logprob_mode == "processed_logprobs"
+        assert {span.mode for span in row.logprob_modes} == {"processed"}
         told, sampled = logprobs_after(model, row, temperature=0.7), row.loss_mask == 1
         np.testing.assert_allclose(row.logprobs[sampled], of_tokens(row, told)[sampled], atol=TOLERANCE)
         assert np.abs(of_tokens(row, logprobs_after(model, row)) - row.logprobs)[sampled].max() > 100 * TOLERANCE
         assert row.details is not None and row.details.top_logprobs is not None
         for at in np.flatnonzero(sampled):
             np.testing.assert_allclose(row.details.top_logprobs[at], np.sort(told[at - 1])[::-1][:TOP], atol=TOLERANCE)
+
+
+# What bends the choice of a token, and what bends its logprob
+
+TOOL: dict[str, Any] = {
+    "name": "open",
+    "parameters": {
+        "type": "object",
+        "properties": {"key": {"enum": ["a", "b"]}},
+        "required": ["key"],
+        "additionalProperties": False,
+    },
+}
+TOOLS = [{"type": "function", "function": TOOL}]
+STRICT = [{"type": "function", "function": {**TOOL, "strict": True}}]
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": TOOL["parameters"]}}
+MASKED: dict[str, dict[str, Any]] = {
+    "a required tool": {"tools": TOOLS, "tool_choice": "required"},
+    "a named tool": {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "open"}}},
+    "a strict tool": {"tools": STRICT},
+    "a schema": {"response_format": SCHEMA},
+    "a regex": {"extra_body": {"structured_outputs": {"regex": "(up|down) [0-9]{9}"}}},
+}
+BENT: dict[str, dict[str, Any]] = {
+    "logit_bias": {"logit_bias": {"100": 6.0, "101": 5.5, "102": 5.0}},
+    "allowed_token_ids": {"extra_body": {"allowed_token_ids": [100, 101, 102, 103]}},
+    "bad_words": {"extra_body": {"bad_words": [" the", "a", "e"]}},
+    "min_tokens": {"extra_body": {"min_tokens": 6}},
+    "ignore_eos": {"extra_body": {"ignore_eos": True}},
+    "min_p": {"extra_body": {"min_p": 0.2}},
+    "presence_penalty": {"presence_penalty": 1.9},
+    "frequency_penalty": {"frequency_penalty": 1.9},
+    "repetition_penalty": {"extra_body": {"repetition_penalty": 1.9}},
+}
+FIXED = {"temperature", "top_p", "top_k", "seed", "max_tokens", "stop"}
+
+
+@contextmanager
+def reaching(path: str, vllm: VllmServer, redis_server: RedisServer) -> Iterator[RunningService]:
+    """A service that reaches the engine by the plugin, by the three routes, or as a chat server."""
+    api = "chat" if path == "chat" else "token"
+    with RecordingRelay(vllm.url, plugin=path == "plugin") as relay, serving(relay, redis_server, engine_api=api) as service:
+        yield service
+
+
+@pytest.mark.parametrize("path", ["plugin", "routes", "chat"])
+def test_only_a_grammar_bends_raw_logprobs_and_whatever_bends_the_choice_is_noted(
+    vllm_server: VllmServer, redis_server: RedisServer, model: Any, path: str
+) -> None:
+    """Each whole and streamed. A forced tool's logprobs are far from the model's, and marked; under all else they are the model's to the
+    last digits, though the tokens were not drawn from it."""
+    with reaching(path, vllm_server, redis_server) as service:
+        session = service.session()
+        for stream in (False, True):
+            for fields in (*MASKED.values(), *BENT.values(), {"tools": TOOLS}):
+                # While a model thinks vLLM leaves it free.
+                extra = {"chat_template_kwargs": {"enable_thinking": False}, **fields.get("extra_body", {})}
+                answer = session.ask("Open the door.", max_tokens=12, seed=5, stream=stream, **{**fields, "extra_body": extra})
+                if stream:
+                    streamed_text(answer)
+        calls = session.calls
+        rows = [decode_trajectory(row) for row in session.trajectories("per_call")[0]]
+    assert {call["api"] for call in calls} == {"chat" if path == "chat" else "token"}
+    told = [([mode for mode, *_ in call["logprob_modes"]], call["sampling"].keys() - FIXED) for call in calls]
+    grammars = {"structured_outputs", "tool_choice", "response_format"}
+    for half in (told[: len(told) // 2], told[len(told) // 2 :]):
+        masked, bent, tools = half[: len(MASKED)], half[len(MASKED) : -1], half[-1]
+        assert [modes for modes, _ in masked] == [["masked"]] * len(MASKED)
+        assert all(noted <= grammars for _, noted in masked) and sum(bool(noted) for _, noted in masked) >= len(MASKED) - 1
+        assert bent == [(["raw"], {name}) for name in BENT]
+        # A chat server does not say whether it made a grammar of them. This one did not.
+        assert tools == (["unknown" if path == "chat" else "raw"], set())
+    differences: dict[str, float] = {}
+    for row in rows:
+        (span,) = row.logprob_modes
+        off = np.abs(of_tokens(row, logprobs_after(model, row)) - row.logprobs)[row.loss_mask == 1].max()
+        differences[span.mode] = max(off, differences.get(span.mode, 0.0))
+    assert len(rows) == len(calls)
+    assert differences["raw"] < TOLERANCE < 1 < differences["masked"]

@@ -264,7 +264,16 @@ def broken_rows() -> list[tuple[str, Any, str]]:
         ("a row comes twice", lambda rows: [*rows, rows[1]], r"trained more than once \(session s, call c3, token 0\)"),
         (
             "a shared call is trained in both",
-            lambda rows: [rows[0], replace(rows[1], loss_mask=rows[0].loss_mask, logprobs=rows[0].logprobs, weight_versions=V)],
+            lambda rows: [
+                rows[0],
+                replace(
+                    rows[1],
+                    loss_mask=rows[0].loss_mask,
+                    logprobs=rows[0].logprobs,
+                    weight_versions=V,
+                    logprob_modes=rows[0].logprob_modes,
+                ),
+            ],
             r"trained more than once \(session s, call c1, token 0\)",
         ),
         (

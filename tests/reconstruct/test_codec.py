@@ -17,7 +17,7 @@ from reconstruct.codec import SCHEMA_VERSION, decode, encode
 from reconstruct.details import CallDetails
 from reconstruct.errors import DecodeError, IdOutOfRange
 from reconstruct.media import Media
-from reconstruct.records import Call, Node, Sampling, Span, pack_ids, pack_logprobs
+from reconstruct.records import Call, ModeSpan, Node, Sampling, Span, pack_ids, pack_logprobs
 from tests.support.sessions.calls import call
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -34,6 +34,7 @@ GOLDEN_CALL = Call(
         completion_ids=pack_ids([7, 151643, 2]),
         logprobs=pack_logprobs([-0.5, -1.25, 0.0]),
         spans=(Span(4, 0, 2), Span(5, 2, 3)),
+        modes=(ModeSpan("unknown", 0, 3),),
     ),
     dialect="messages",
     api="chat",
@@ -49,7 +50,6 @@ GOLDEN_CALL = Call(
         seed=11,
         max_tokens=256,
         stop=("</done>", "\n\n"),
-        logprob_mode="processed_logprobs",
         extra={"min_p": 0.05, "logit_bias": {"5": 1.5}},
     ),
     root_key=bytes(range(16)),
@@ -67,7 +67,7 @@ GOLDEN_CALL = Call(
     engine_seconds=0.75,
     own_seconds=0.001953125,
     trainable=False,
-    quarantine_reason="placeholder_sampled",
+    quarantine_reason="superseded",
     marks={"retry": "2"},
     role_source="declared",
 )
@@ -84,6 +84,9 @@ GOLDEN_CALL_2 = replace(GOLDEN_CALL, node=replace(GOLDEN_CALL.node, details=GOLD
 GOLDEN_CALL_3 = replace(GOLDEN_CALL_2, role_source="rule")
 GOLDEN_CALL_4 = replace(GOLDEN_CALL_3, node=replace(GOLDEN_CALL_3.node, media=(Media(bytes(range(32)).hex(), "image", 0, 2),)))
 GOLDEN_CALL_5 = replace(GOLDEN_CALL_4, engine_tool_call_ids=("functions.lookup:0", "0a1b2c3d4"))
+GOLDEN_CALL_6 = replace(
+    GOLDEN_CALL_5, node=replace(GOLDEN_CALL_5.node, modes=(ModeSpan("raw", 0, 1), ModeSpan("masked", 1, 3)))
+)
 
 
 def plain(value: Any) -> Any:
@@ -102,44 +105,29 @@ def sealed(packed: bytes) -> bytes:
     return packed + zlib.crc32(packed).to_bytes(4, "little")
 
 
-VERSIONS = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("version", "call"),
-    [(1, GOLDEN_CALL), (2, GOLDEN_CALL_2), (3, GOLDEN_CALL_3), (4, GOLDEN_CALL_4), (5, GOLDEN_CALL_5)],
-    ids=["version 1", "version 2", "version 3", "version 4", "version 5"],
+    [(1, GOLDEN_CALL), (2, GOLDEN_CALL_2), (3, GOLDEN_CALL_3), (4, GOLDEN_CALL_4), (5, GOLDEN_CALL_5), (6, GOLDEN_CALL_6)],
+    ids=["version 1", "version 2", "version 3", "version 4", "version 5", "version 6"],
 )
-
-
-@VERSIONS
 def test_a_record_written_by_an_earlier_build_is_still_read(version: int, call: Call) -> None:
     golden = bytes.fromhex((GOLDEN / f"call-v{version}.hex").read_text())
     assert plain(decode(golden)) == plain(call)
 
 
-@VERSIONS
-def test_every_version_is_still_written_to_the_byte(version: int, call: Call) -> None:
+def test_the_newest_version_is_written_to_the_byte() -> None:
     """Texts of under 128 bytes are stored as they are; the deflated one depends on the zlib at hand and is left out."""
-    golden = bytes.fromhex((GOLDEN / f"small-call-v{version}.hex").read_text())
-    assert encode(replace(call, messages=b"[]")) == golden
+    golden = bytes.fromhex((GOLDEN / "small-call-v6.hex").read_text())
+    assert encode(replace(GOLDEN_CALL_6, messages=b"[]")) == golden
 
 
-@pytest.mark.parametrize(
-    ("role", "source", "version"),
-    [
-        ("main", "inferred", 1),
-        ("subagent", "declared", 1),
-        ("compaction", "declared", 1),
-        ("compaction", "inferred", 3),
-        ("main", "rule", 3),
-    ],
-)
-def test_a_call_is_written_as_the_earliest_version_that_tells_all_of_it_and_earlier_builds_read(
-    role: str, source: str, version: int
-) -> None:
-    """A record that was written before roles had a source is read as what it was taken for then."""
-    for made, details in ((GOLDEN_CALL, 1), (GOLDEN_CALL_2, 2)):
-        written = encode(replace(made, role=role, role_source=source))
-        assert msgpack.unpackb(written[:-4])[0] == max(version, details)
-        assert (decode(written).role, decode(written).role_source) == (role, source)
+def test_the_one_mode_of_an_earlier_record_does_not_tell_whether_tokens_were_masked() -> None:
+    """Nothing but logits is known for what it is."""
+    golden = bytes.fromhex((GOLDEN / "call-v1.hex").read_text())
+    for mode, expected in (("raw_logprobs", "unknown"), ("processed_logits", "logits")):
+        items = msgpack.unpackb(golden[:-4])
+        items[11][6] = mode
+        assert decode(sealed(msgpack.packb(items))).node.modes == (ModeSpan(expected, 0, 3),)
 
 
 texts = st.text(max_size=20)
@@ -199,6 +187,7 @@ nodes = st.builds(
     completion_ids=ids,
     logprobs=logprobs,
     spans=st.lists(st.builds(Span, counts, counts, counts), max_size=3).map(tuple),
+    modes=st.lists(st.builds(ModeSpan, any_text, counts, counts), max_size=3).map(tuple),
     details=st.none() | all_details,
     media=st.lists(st.builds(Media, st.binary(max_size=40).map(bytes.hex), any_text, counts, counts), max_size=3).map(tuple),
 )
@@ -210,7 +199,6 @@ samplings = st.builds(
     seed=st.none() | st.integers(-(2**63), 2**63 - 1),
     max_tokens=st.none() | counts,
     stop=st.lists(any_text, max_size=3).map(tuple),
-    logprob_mode=texts,
     extra=st.dictionaries(any_text, json_values, max_size=3),
 )
 records = st.builds(
@@ -328,7 +316,7 @@ def test_a_record_with_a_field_of_another_type_is_a_decode_error(data: st.DataOb
 def test_a_node_with_a_field_of_another_type_is_a_decode_error(position: int, wrong: Any) -> None:
     items = msgpack.unpackb(encode(GOLDEN_CALL)[:-4])
     items[3][position] = wrong
-    with pytest.raises(DecodeError, match="version-1 record"):
+    with pytest.raises(DecodeError, match="version-6 record"):
         decode(sealed(msgpack.packb(items)))
 
 
@@ -336,7 +324,7 @@ def test_a_node_with_a_field_of_another_type_is_a_decode_error(position: int, wr
 def test_a_record_with_a_field_too_few_or_too_many_is_a_decode_error(missing_or_added: int) -> None:
     items = msgpack.unpackb(encode(GOLDEN_CALL)[:-4])
     changed = items[:-1] if missing_or_added < 0 else [*items, 0]
-    with pytest.raises(DecodeError, match="version-1 record"):
+    with pytest.raises(DecodeError, match="version-6 record"):
         decode(sealed(msgpack.packb(changed)))
 
 
@@ -344,20 +332,20 @@ def test_a_record_with_a_field_too_few_or_too_many_is_a_decode_error(missing_or_
 @given(st.data())
 def test_details_with_a_field_of_another_type_are_a_decode_error(data: st.DataObject) -> None:
     items = msgpack.unpackb(encode(GOLDEN_CALL_2)[:-4])
-    details = items[-1]
+    details = items[-5]
     wrong = data.draw(
         st.sampled_from([True, 1.5, "text", b"bytes", [], [1], {}, [[2], b"1234567"], [[-1, -1], b""], [[1.0], b"1"]])
     )
     position = data.draw(st.integers(0, len(details)))
     if position == len(details):
-        items[-1] = wrong
+        items[-5] = wrong
     else:
         details[position] = wrong
-    with pytest.raises(DecodeError, match="version-2 record"):
+    with pytest.raises(DecodeError, match="version-6 record"):
         decode(sealed(msgpack.packb(items)))
 
 
-@pytest.mark.parametrize("version", [0, 6, 99, "1", None, 1.0, True])
+@pytest.mark.parametrize("version", [0, 7, 99, "1", None, 1.0, True])
 def test_an_unknown_schema_version_is_a_decode_error_that_names_it(version: Any) -> None:
     items = msgpack.unpackb(encode(GOLDEN_CALL)[:-4])
     with pytest.raises(

@@ -26,13 +26,13 @@ from numpy.typing import NDArray
 from proxy.archive.folder import read_table, write_table
 from proxy.archive.tables import ArchivedSession
 from proxy.archive.tables import rows_of as archived_rows
-from reconstruct.accounting import account, settle
+from reconstruct.accounting import account, measure_lost_share, settle
 from reconstruct.builders import Builder, merged, per_call
 from reconstruct.codec import decode, encode
 from reconstruct.details import CallDetails
-from reconstruct.errors import LengthMismatch
-from reconstruct.records import NO_LOGPROBS, Call, Sampling
-from reconstruct.trajectory import MIXED, NAMES, RowDetails, Trajectory, encode_row
+from reconstruct.errors import LengthMismatch, RecordError
+from reconstruct.records import LOGPROB_MODES, Call, ModeSpan
+from reconstruct.trajectory import NAMES, RowDetails, Trajectory, encode_row
 from tests.reconstruct.test_properties import CONTEXT, FEWER, Drawn, sessions
 from tests.support.sessions.calls import Talk, call
 from tests.support.sessions.training_rows import groups, trajectory
@@ -265,7 +265,7 @@ def test_an_archive_has_them_as_columns_and_nothing_where_there_are_none(tmp_pat
     told, untold = read_table(path, "trajectories")
     wire = encode_row(row)
     assert {name: told[name] for name in NAMES} == {name: wire[name] for name in NAMES}
-    assert (told["logprob_mode"], untold["logprob_mode"]) == ("unknown", "unknown")
+    assert [json.loads(each["logprob_modes"]) for each in (told, untold)] == [wire["logprob_modes"], [["unknown", 1, 2]]]
     assert [untold[name] for name in NAMES] == [None] * len(NAMES)
 
 
@@ -285,7 +285,7 @@ def batch() -> Batch:
     """a: seven tokens with every detail; b: a prompt of one and one sampled, with none."""
     (row,) = rows_of(conversation())
     return Batch(
-        groups([replace(row, reward=1.0), trajectory("b", prompt=[9], versions=[0], logprob_mode="unknown")]), weight_version=0
+        groups([replace(row, reward=1.0), trajectory("b", prompt=[9], versions=[0], mode="unknown")]), weight_version=0
     )
 
 
@@ -347,51 +347,101 @@ def test_experts_of_different_models_are_not_put_into_one_array() -> None:
 # What the logprobs are
 
 
-def of_mode(call_id: str, mode: str, **more: Any) -> Call:
-    return call(call_id, fields={"sampling": Sampling(logprob_mode=mode)}, **more)
+def test_a_row_says_what_each_of_its_logprobs_was_taken_from() -> None:
+    """
+    c1  1 | 2 3     of two modes
+    c2  .. 4 | 5    of the second; 6 is sampled next to it, without a token between
+    c3  .. | 6
+    """
+    talk = Talk()
+    talk.say("c1", [1], [2, 3], modes=[ModeSpan("raw", 0, 1), ModeSpan("masked", 1, 2)])
+    talk.go_on("c2", "c1", [4], [5], mode="masked")
+    talk.go_on("c3", "c2", [], [6], mode="masked")
+    (row,) = rows_of(talk.calls)
+    assert row.logprob_modes == (ModeSpan("raw", 1, 2), ModeSpan("masked", 2, 3), ModeSpan("masked", 4, 6))
+    assert decode_trajectory(encode_row(row)).logprob_modes == row.logprob_modes
 
 
-def test_a_row_says_the_mode_of_its_logprobs_or_that_it_has_several() -> None:
-    for modes, expected in (
-        (("raw_logprobs", "raw_logprobs"), "raw_logprobs"),
-        (("processed_logprobs", "processed_logprobs"), "processed_logprobs"),
-        (("raw_logprobs", "processed_logprobs"), MIXED),
-        (("unknown", "raw_logprobs"), MIXED),
-    ):
-        talk = Talk()
-        talk.say("c1", [1], [2], fields={"sampling": Sampling(logprob_mode=modes[0])})
-        talk.go_on("c2", "c1", [3], [4], fields={"sampling": Sampling(logprob_mode=modes[1])})
-        (row,) = rows_of(talk.calls)
-        assert row.logprob_mode == expected == decode_trajectory(encode_row(row)).logprob_mode
-
-
-@pytest.mark.parametrize("mode", NO_LOGPROBS)
-def test_logits_are_never_trained_as_logprobs(mode: str) -> None:
-    settled = settle([of_mode("c1", mode, delta=[1], said=[2])])
+def test_logits_are_never_trained_as_logprobs() -> None:
+    settled = settle([call("c1", delta=[1], said=[2], mode="logits")])
     assert settled.refused == {"c1": "logits_for_logprobs"}
     assert merged(settled, CONTEXT) == []
 
 
-def test_only_the_wanted_modes_are_trained() -> None:
-    calls = [of_mode("c1", "raw_logprobs", delta=[1], said=[2]), of_mode("c2", "processed_logprobs", delta=[1], said=[3])]
-    settled = settle(calls, logprob_modes={"processed_logprobs"})
-    assert settled.refused == {"c1": "logprob_mode_raw_logprobs"}
-    rows = merged(settled, CONTEXT)
+def test_only_the_wanted_modes_are_trained_and_the_others_stay_in_their_context() -> None:
+    """A call left out by choice takes nothing from its session: the next call has its tokens as prompt."""
+    talk = Talk()
+    talk.say("c1", [1], [2], mode="masked")
+    talk.go_on("c2", "c1", [3], [4], mode="raw")
+    settled = settle(talk.calls, logprob_modes={"raw"})
+    assert settled.refused == {"c1": "logprob_mode"}
+    (row,) = rows = merged(settled, CONTEXT)
     accounting = account(settled, rows)
-    assert [row.call_ids for row in rows] == [("c2",)]
-    assert (accounting.sampled_tokens, accounting.exported_tokens) == (2, 1)
+    assert (row.token_ids.tolist(), row.loss_mask.tolist()) == ([1, 2, 3, 4], [0, 0, 0, 1])
+    assert row.logprob_modes == (ModeSpan("raw", 3, 4),)
+    assert (accounting.sampled_tokens, accounting.exported_tokens, accounting.complete) == (2, 1, True)
+    assert measure_lost_share(settled, accounting) == 0.0
 
 
-def test_rows_of_different_modes_are_not_put_into_one_array() -> None:
-    rows = [trajectory("a", logprob_mode="raw_logprobs"), trajectory("b", logprob_mode="processed_logprobs")]
+@given(st.lists(st.sampled_from(LOGPROB_MODES), min_size=1, max_size=6), st.sets(st.sampled_from(LOGPROB_MODES)))
+def test_whatever_modes_are_wanted_every_token_is_trained_once_or_in_quarantine(modes: list[str], wanted: set[str]) -> None:
+    talk = Talk()
+    talk.say("c0", [1], [2], mode=modes[0])
+    for at, mode in enumerate(modes[1:], start=1):
+        talk.go_on(f"c{at}", f"c{at - 1}", [3], [4, 5], mode=mode)
+    settled = settle(talk.calls, logprob_modes=wanted)
+    for builder in (merged, per_call):
+        rows = builder(settled, CONTEXT)
+        accounting = account(settled, rows)
+        left = sum(item.tokens for item in accounting.quarantined)
+        assert accounting.sampled_tokens == accounting.exported_tokens + left == 2 * len(modes) - 1
+        assert {item.reason for item in accounting.quarantined} <= {"logprob_mode"}
+        assert {span.mode for row in rows for span in row.logprob_modes} == set(modes) & wanted
+
+
+@pytest.mark.parametrize(
+    "modes",
+    [
+        (),
+        (ModeSpan("raw", 0, 1),),
+        (ModeSpan("raw", 0, 3),),
+        (ModeSpan("raw", 1, 2),),
+        (ModeSpan("raw", 0, 2), ModeSpan("raw", 1, 2)),
+    ],
+)
+def test_a_call_whose_modes_do_not_tile_its_tokens_is_not_trained(modes: tuple[ModeSpan, ...]) -> None:
+    settled = settle([call("c1", delta=[1], said=[2, 3], modes=modes)])
+    assert settled.refused == {"c1": LengthMismatch.reason}
+
+
+def test_a_builder_that_says_another_mode_is_refused() -> None:
+    settled = settle([call("c1", delta=[1], said=[2], mode="masked")])
+    (row,) = merged(settled, CONTEXT)
+    with pytest.raises(RecordError, match=r"wrong logprob mode .* token 1"):
+        account(settled, [replace(row, logprob_modes=(ModeSpan("raw", 1, 2),))])
+
+
+def test_rows_of_different_modes_are_put_into_one_array_only_on_request() -> None:
+    rows = [trajectory("a", mode="raw"), trajectory("b", mode="masked")]
     both = Batch(groups(rows), weight_version=5)
-    assert both.logprob_modes == ("raw_logprobs", "processed_logprobs")
-    for arrange in (both.padded, lambda: both.packed(token_budget=100)):
-        with pytest.raises(MixedLogprobModes, match=r"processed_logprobs \(as in trajectory 'b'\), raw_logprobs"):
+    assert both.logprob_modes == ({"raw"}, {"masked"})
+    for arrange in (both.padded, lambda: both.packed(token_budget=100), lambda: both.tree(token_budget=100)):
+        with pytest.raises(MixedLogprobModes, match=r"masked \(as in trajectory 'b'\), raw .*logprob_modes=\['raw'\]"):
             arrange()
-    assert both.padded(rows=[1]).logprob_mode == both.packed(100, rows=[1])[0].logprob_mode == "processed_logprobs"
+    data, (packed,), (tree,) = (
+        both.padded(mix_modes=True),
+        both.packed(token_budget=100, mix_modes=True),
+        both.tree(token_budget=100, mix_modes=True),
+    )
+    assert data.logprob_modes.tolist() == [[-1, -1, 0, 0], [-1, -1, 2, 2]]
+    assert packed.logprob_modes.tolist() == [-1, -1, 0, 0, -1, -1, 2, 2]
+    assert tree.logprob_modes.tolist() == [0, 0, 2, 2]
+    assert both.padded(rows=[1]).logprob_modes.max() == LOGPROB_MODES.index("masked")
 
 
-def test_a_row_of_several_modes_is_in_no_array() -> None:
+def test_a_row_of_several_modes_is_in_an_array_only_on_request() -> None:
+    row = trajectory("a", logprob_modes=(ModeSpan("raw", 2, 3), ModeSpan("masked", 3, 4)))
+    batch = Batch(groups([row]), weight_version=5)
     with pytest.raises(MixedLogprobModes):
-        Batch(groups([trajectory("a", logprob_mode=MIXED)]), weight_version=5).padded()
+        batch.padded()
+    assert batch.padded(mix_modes=True, framework="torch").logprob_modes.tolist() == [[-1, -1, 0, 2]]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from reconstruct.media import Media
-from reconstruct.records import Span
+from reconstruct.records import ModeSpan, Span
 from tests.support.service.running_service import wait_until
 from tests.support.service.scripted_service import Answer, ScriptedService, error_answer, json_answer
 from tests.support.sessions.pictures import digest_of, picture
@@ -306,6 +306,7 @@ def test_arrays_are_equal_in_every_encoding(service: ScriptedService, client: Tr
         assert got.dtype == expected.dtype and not got.flags.writeable
         np.testing.assert_array_equal(got, expected)
     assert row.weight_versions == (Span(4, 2, 4), Span(5, 4, 5))
+    assert row.logprob_modes == sent.logprob_modes
     plain = ("trajectory_id", "session_id", "group_id", "task_id", "role", "reward", "call_ids", "metadata")
     assert [getattr(row, name) for name in plain] == [getattr(sent, name) for name in plain]
 
@@ -320,6 +321,9 @@ BROKEN = {
     "do not cover exactly": {"weight_versions": (Span(5, 2, 3),)},
     "is not a valid weight-version span": {"weight_versions": (Span(5, 2, 9),)},
     "Span\\(version=-1": {"weight_versions": (Span(-1, 2, 4),)},
+    "logprob_modes do not cover exactly": {"logprob_modes": (ModeSpan("raw", 2, 3),)},
+    "is not a valid span of a logprob mode": {"logprob_modes": (ModeSpan("raw", 2, 9),)},
+    "ModeSpan\\(mode='logits'": {"logprob_modes": (ModeSpan("logits", 2, 4),)},
     "the reward is": {"reward": float("inf")},
 }
 

@@ -13,10 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cli.audit import TOLERANCE, logprob_problems, recompute_logprobs
-from cli.refusal import Refusal
+from cli.audit import TOLERANCE, left_out_lines, logprob_problems, recompute_logprobs
 from examples.demo.tiny_model import make_tiny_model
-from reconstruct.records import pack_ids, pack_logprobs
+from reconstruct.records import ModeSpan, pack_ids, pack_logprobs
 from reconstruct.trajectory import Trajectory
 from tests.support.sessions.training_rows import spans, trajectory
 from trainer_client.recompute import Difference, recompute
@@ -103,5 +102,19 @@ def test_an_audit_on_trees_says_what_it_says_row_by_row(tmp_path: Path) -> None:
     assert [trees[name].tokens for name in models] == [7, 4, 3, 0]
     assert (trees[model].trajectory_id, trees[model].position) == ("b", 1)
     assert trees[model].largest == pytest.approx(0.5, abs=1e-4) and trees[models[2]].largest < 1e-5
-    with pytest.raises(Refusal, match="or leave --trees out"):
-        recompute_logprobs([replace(rows[0], logprob_mode="raw_logprobs"), rows[1]], models[:1], trees=True)
+
+
+def test_only_raw_logprobs_are_compared_and_the_audit_says_what_it_left_out(tmp_path: Path) -> None:
+    """What a grammar masked is another distribution's: the engine is not to blame."""
+    model = str(make_tiny_model(tmp_path / "model", layers=2, hidden_size=64))
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    right = row("a", [7, 8, 9, 4], {2: 0, 3: 0})
+    right = replace(right, logprobs=recompute(loaded, right) * right.loss_mask)
+    masked = trajectory("b", mode="masked")
+    mixed = replace(right, trajectory_id="c", logprob_modes=(ModeSpan("unknown", 2, 3), ModeSpan("raw", 3, 4)))
+    for trees in (False, True):
+        difference = recompute_logprobs([right, masked, mixed], [model], trees=trees)[model]
+        assert difference.tokens == 3 and difference.largest < 1e-5
+    lines = left_out_lines([right, masked, mixed])
+    assert [line.partition(":")[0] for line in lines] == ["2 tokens are not compared", "1 tokens are not compared"]
+    assert "grammar" in lines[0] and "VERBATIM_ENGINE_LOGPROB_MODES" in lines[1]

@@ -141,7 +141,7 @@ def test_nothing_is_shared_that_went_to_other_experts() -> None:
 
 
 def test_rows_of_different_logprob_modes_are_refused() -> None:
-    rows = [row("a", [7, 8], [1], logprob_mode="raw_logprobs"), row("b", [7, 9], [1], logprob_mode="processed_logprobs")]
+    rows = [row("a", [7, 8], [1], mode="raw"), row("b", [7, 9], [1], mode="processed")]
     with pytest.raises(MixedLogprobModes):
         Batch(groups(rows), weight_version=7).tree(BUDGET)
 

@@ -96,6 +96,11 @@ class EngineKind(ABC):
     """Whether the service makes the prompt's ids; otherwise the engine renders the messages itself."""
     takes_images: ClassVar[bool] = False
     """Whether messages may have images; the engine then refuses those that its model does not take."""
+    leaves_raw: ClassVar[frozenset[str]] = frozenset(
+        {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias", "ignore_eos"}
+        | {"allowed_token_ids", "bad_words"}
+    )
+    """Parameters that bend the choice of tokens and leave raw logprobs raw: those of vLLM 0.32, measured."""
 
     def __init__(self, http: EngineHttp, local: LocalRenderer) -> None:
         self._http = http
@@ -122,6 +127,14 @@ class EngineKind(ABC):
 
         Raises RequestError (the engine refused the request), EngineUnavailable (it was not reached) or EngineFailed (it broke off
         before a single token was known)."""
+
+    def parameters(self, request: Request, body: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
+        """The sampling parameters in effect, by vLLM's names. `body` is the rendering's, `sampling` the call's own.
+
+        By default all that is sent. That has the tools where the engine renders them, since it may also make a grammar of them."""
+        sees_tools = not self.takes_ids and request.forward.get("tool_choice") != "none"
+        tools = {"tools": request.tools} if sees_tools else {}
+        return {**body.get("sampling_params", {}), **request.forward, **tools, **sampling}
 
     async def abort(self, replica: Replica, job: Job) -> bool:
         """Ask the engine to end the job now; `sample` then finishes with what it has. False if it cannot be asked."""

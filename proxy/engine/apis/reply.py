@@ -18,7 +18,7 @@ from proxy.dialects.base import Delta, Request
 from proxy.engine.replica import Replica
 from proxy.errors import EngineFailed, VerbatimError
 from reconstruct.details import NO_TOKEN, CallDetails, Experts
-from reconstruct.records import NO_LOGPROBS, Ids, Logprobs, Span
+from reconstruct.records import Ids, Logprobs, Span
 
 log = logging.getLogger(__name__)
 
@@ -192,12 +192,15 @@ class GeneratedChoice:
 _END_OF_IDS = 2**31
 """Records hold ids as int32. No engine reports the size of its vocabulary: the embedding may exceed the tokenizer."""
 
+NO_LOGPROBS = ("raw_logits", "processed_logits")
+"""vLLM's `--logprobs-mode` of an engine that reports logits instead of logprobs."""
+
 _ROUNDING = 1e-4
 """How far above 0 the logprob of a certain token may be, if an engine normalises in less than double precision."""
 
 
-def check_sampled(outcome: Outcome, logprob_mode: str) -> None:
-    """Raises EngineFailed for ids outside int32 and probabilities above 1.
+def check_sampled(outcome: Outcome, engine_mode: str) -> None:
+    """Raises EngineFailed for ids outside int32 and probabilities above 1. `engine_mode`: vLLM's `--logprobs-mode`.
 
     Lengths are not checked: records whose lengths differ are kept and never trained."""
     if outcome.prompt_ids is not None and len(outcome.prompt_ids) and int(outcome.prompt_ids.min()) < 0:
@@ -209,7 +212,7 @@ def check_sampled(outcome: Outcome, logprob_mode: str) -> None:
             if not 0 <= token < _END_OF_IDS:
                 raise EngineFailed(f"choice {sampled.index} of the engine's answer has the id {token}, which no token has")
         most = max([logprob for logprob in sampled.logprobs if logprob is not None], default=0.0)
-        if most > _ROUNDING and logprob_mode not in NO_LOGPROBS:
+        if most > _ROUNDING and engine_mode not in NO_LOGPROBS:
             raise EngineFailed(f"choice {sampled.index} of the engine's answer has the logprob {most:g}, which no token has")
 
 

@@ -46,6 +46,8 @@ class Sglang(EngineKind):
     name = "sglang"
     detection_order = 20
     needs_renderer = True
+    leaves_raw = frozenset[str]()
+    """SGLang adds biases and penalties to the logits before it takes logprobs."""
 
     async def detect(self, probe: Probe, *, asked: bool) -> str | None:
         for route in _INFO_ROUTES:

@@ -91,6 +91,10 @@ class VllmTokens(EngineKind):
         # On its own a word loses its leading blank where the tokenizer marks blanks at the start of words.
         return await _spell(self._http, replica, model, groups, before=[0])
 
+    def parameters(self, request: Request, body: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
+        # The rendering says what vLLM makes of the request, a grammar for its tools included.
+        return {**body.get("sampling_params", {}), **sampling}
+
     def plans(self, replica: Replica, request: Request) -> bool:
         # Where a prompt of text goes on is found by spelling ids, for which the plugin has no route.
         return replica.plugin and request.prompt is None

@@ -187,7 +187,9 @@ def test_an_export_has_one_row_for_each_trajectory_with_all_that_the_wire_has(se
     assert [row["trajectory_id"] for row in rows] == [*list(on_the_wire)[2:], *list(on_the_wire)[:2]], "newest session first"
     for row in rows:
         wire = on_the_wire[row["trajectory_id"]]
-        assert {name: json.loads(row[name]) if name in ("metadata", "media") else row[name] for name in wire} == wire
+        assert {
+            name: json.loads(row[name]) if name in ("metadata", "media", "logprob_modes") else row[name] for name in wire
+        } == wire
         assert (row["session_status"], row["session_reward"], row["group_size"], row["row_weight"]) == (
             "completed",
             1.0,

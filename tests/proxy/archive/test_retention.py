@@ -80,6 +80,7 @@ async def test_old_sessions_that_were_delivered_go_into_the_archive_and_out_of_t
         assert {name: archived[0][name] for name in rows[0]} | {
             "metadata": {},
             "media": json.loads(archived[0]["media"]),
+            "logprob_modes": json.loads(archived[0]["logprob_modes"]),
         } == rows[0]
         assert (await kept.retention.run_once()).deleted == 0
 
@@ -87,7 +88,7 @@ async def test_old_sessions_that_were_delivered_go_into_the_archive_and_out_of_t
 async def test_what_the_service_does_not_train_is_not_trained_in_the_archive(redis_url: str, tmp_path: Path) -> None:
     """Of a call whose logprobs were of another mode: once its rows were archived as if they were trained."""
     async with AsyncExitStack() as stack:
-        kept = await keeper(stack, redis_url, tmp_path, train_logprob_modes=["processed_logprobs"])
+        kept = await keeper(stack, redis_url, tmp_path, train_logprob_modes=["processed"])
         await kept.service.finished("a")
         told = (await kept.service.admin.get("/sessions/a/trajectories")).json()["accounting"]
         assert told["sampled_tokens"] > 0 == told["exported_tokens"]

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from proxy.engine.apis.reply import PromptLogprob, Wanted, read_details
 from proxy.settings import Settings
+from reconstruct.records import LOGPROB_MODES
 from reconstruct.trajectory import Trajectory
 from tests.proxy.call.test_flow import TOOLS, tool_result, turn
 from tests.support.engine.scripted_details import LAYERS, PER_TOKEN, experts, given_logprobs
@@ -279,7 +280,7 @@ def test_a_trainers_lease_has_them(engine: ScriptedEngine, token_service: Runnin
             (row,) = batch.rows
             check_routed(row)
             data = batch.padded()
-    assert data.logprob_mode == "raw_logprobs"
+    assert set(data.logprob_modes[data.loss_mask]) == {LOGPROB_MODES.index("raw")}
     np.testing.assert_array_equal(data.routed_experts[0], row.details.routed_experts if row.details else 0)
 
 
@@ -321,29 +322,29 @@ def test_a_session_says_what_it_asked_for(token_service: RunningService) -> None
 # What the logprobs are
 
 
-@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.parametrize("mode", ["raw", "processed"])
 def test_the_mode_is_the_one_that_the_engines_workers_tell(own_redis: str, mode: str) -> None:
     with ScriptedEngine() as engine:
-        engine.weights.loaded["logprob_mode"] = mode
+        engine.weights.loaded["logprob_mode"] = f"{mode}_logprobs"
         # What the operator says is of no account where the engine speaks for itself.
         with RunningService(engine.url, own_redis, engine_logprob_modes={"": "raw_logits"}) as service:
             session = service.session()
             session.ask("q")
             (call,) = session.calls
             (row,) = rows_of(session)
-    assert call["sampling"]["logprob_mode"] == row.logprob_mode == mode
+    assert [name for name, *_ in call["logprob_modes"]] == [span.mode for span in row.logprob_modes] == [mode]
 
 
 @pytest.mark.parametrize(
     ("said", "expected"),
-    [({}, "unknown"), ({"": "processed_logprobs"}, "processed_logprobs"), ({"other": "raw_logits"}, "unknown")],
+    [({}, "unknown"), ({"": "processed_logprobs"}, "processed"), ({"other": "raw_logits"}, "unknown")],
 )
 def test_an_engine_that_does_not_tell_has_the_mode_its_operator_says(own_redis: str, said: Any, expected: str) -> None:
     with ScriptedEngine(updatable=False) as engine, RunningService(engine.url, own_redis, engine_logprob_modes=said) as service:
         session = service.session()
         session.ask("q")
         (row,) = rows_of(session)
-    assert row.logprob_mode == expected
+    assert [span.mode for span in row.logprob_modes] == [expected]
 
 
 @contextmanager
@@ -360,7 +361,7 @@ def test_workers_that_tell_no_mode_leave_it_unknown(own_redis: str, answer: Any)
     with said_of_its_logprobs(own_redis, answer) as (_, session):
         session.ask("q")
         (row,) = rows_of(session)
-    assert row.logprob_mode == "unknown"
+    assert [span.mode for span in row.logprob_modes] == ["unknown"]
 
 
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])
@@ -373,18 +374,124 @@ def test_calls_of_an_engine_that_reports_logits_are_answered_and_never_trained(o
     assert [item["reason"] for item in accounting["quarantined"]] == ["logits_for_logprobs"]
 
 
+def modes_of(call: Any) -> list[str]:
+    return [mode for mode, *_ in call["logprob_modes"]]
+
+
+def test_a_grammar_that_the_engine_adds_by_itself_masks(engine: ScriptedEngine, token_service: RunningService) -> None:
+    """As vLLM does for some tool parsers, whatever the request says: only the rendering tells."""
+    engine.adds = {"structured_outputs": {"structural_tag": "{}", "regex": None, "_backend_was_auto": False}}
+    session = token_service.session()
+    session.ask("q", tools=TOOLS)
+    engine.adds = {}
+    session.ask("q", tools=TOOLS)
+    masked, raw = session.calls
+    assert (modes_of(masked), modes_of(raw)) == (["masked"], ["raw"])
+    assert masked["logprob_modes"] == [["masked", 0, len(masked["completion_ids"])]]
+    assert masked["sampling"]["structured_outputs"] == {"structural_tag": "{}"}
+    assert "structured_outputs" not in raw["sampling"]
+
+
+def test_a_parameter_that_nobody_knows_is_noted_and_no_longer_raw(
+    engine: ScriptedEngine, token_service: RunningService
+) -> None:
+    engine.adds = {"new_mask": 0}
+    session = token_service.session()
+    session.ask("q")
+    (call,) = session.calls
+    assert modes_of(call) == ["unknown"] and call["sampling"]["new_mask"] == 0
+
+
+def test_a_long_grammar_is_noted_by_its_digest(engine: ScriptedEngine, token_service: RunningService) -> None:
+    """The tags of many tools would be stored with every call."""
+    engine.adds = {"structured_outputs": {"structural_tag": "x" * 50_000}}
+    session = token_service.session()
+    session.ask("q")
+    (noted,) = [call["sampling"]["structured_outputs"] for call in session.calls]
+    assert noted.keys() == {"bytes", "sha256"} and noted["bytes"] > 50_000
+
+
+FORCED = {"type": "function", "function": {"name": "lookup"}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+STRICT = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+CHAT_ONLY: dict[str, tuple[dict[str, Any], str, set[str]]] = {
+    "nothing": ({}, "raw", set()),
+    "a bias": ({"logit_bias": {"7": 1}}, "raw", {"logit_bias"}),
+    "no bias": ({"logit_bias": {}, "presence_penalty": 0, "response_format": {"type": "text"}}, "raw", set()),
+    "allowed ids": ({"extra_body": {"allowed_token_ids": [7, 8]}}, "raw", {"allowed_token_ids"}),
+    "bad words": ({"extra_body": {"bad_words": ["x"]}}, "raw", {"bad_words"}),
+    "a schema": ({"response_format": SCHEMA}, "masked", {"response_format"}),
+    "a regex": ({"extra_body": {"structured_outputs": {"regex": "a+"}}}, "masked", {"structured_outputs"}),
+    "a forced tool": ({"tools": TOOLS, "tool_choice": FORCED}, "masked", {"tool_choice"}),
+    "some forced tool": ({"tools": TOOLS, "tool_choice": "required"}, "masked", {"tool_choice"}),
+    "a strict tool": ({"tools": STRICT}, "masked", set()),
+    "a tool": ({"tools": TOOLS}, "unknown", set()),
+    "tools not to be used": ({"tools": TOOLS, "tool_choice": "none"}, "raw", set()),
+    "something new": ({"extra_body": {"new_mask": {"a": 1}}}, "unknown", {"new_mask"}),
+}
+
+
+def test_a_chat_engine_is_judged_by_all_that_it_was_sent(running: Running) -> None:
+    """It does not say what it makes of it: tools may become a grammar."""
+    engine, services = running[0].reset(), running[1]
+    session = services["chat"].session()
+    for fields, _, _ in CHAT_ONLY.values():
+        session.ask("q", **fields)
+    told = [(modes_of(call), call["sampling"].keys() - FIXED) for call in session.calls]
+    assert told == [([mode], noted) for _, mode, noted in CHAT_ONLY.values()]
+    assert len(engine.generations) == len(CHAT_ONLY)
+
+
+FIXED = {"temperature", "top_p", "top_k", "seed", "max_tokens", "stop"}
+
+
+def test_a_lease_can_leave_a_mode_out_and_the_sum_still_holds(engine: ScriptedEngine, own_redis: str) -> None:
+    """The masked turn is context of the raw one, not trained; given back, the group is whole again for who wants all of it."""
+    from tests.support.service.running_service import TRAINER
+
+    with RunningService(engine.url, own_redis) as service:
+        session = service.session(group_id="g")
+        engine.adds = {"structured_outputs": {"structural_tag": "{}"}}
+        engine.say(A_CALL, "hello world")
+        asked = [turn("user", "q")]
+        message = session.ask(asked, tools=TOOLS).choices[0].message.model_dump(exclude_none=True)
+        engine.adds = {}
+        session.ask([*asked, message, tool_result(message, "sunny")], tools=TOOLS)
+        first, second = session.calls
+        session.close(reward=1.0)
+        with TrainerClient(service.url, TRAINER) as client:
+            for wanted, trained, kept in (
+                (["raw"], [second], ["masked"]),
+                (["masked"], [first], ["raw"]),
+                (["processed"], [], ["masked", "raw"]),
+                (None, [first, second], []),
+            ):
+                batch = client.lease(logprob_modes=wanted, wait_seconds=10)
+                assert batch is not None
+                (leased,) = batch.groups[0].sessions
+                assert [item.reason for item in leased.quarantined] == ["logprob_mode"] * len(kept) and leased.complete
+                assert leased.exported_tokens == sum(len(call["completion_ids"]) for call in trained)
+                assert sum(int(row.loss_mask.sum()) for row in batch.rows) == leased.exported_tokens
+                assert [mode for row in batch.rows for mode in sorted(span.mode for span in row.logprob_modes)] == sorted(
+                    mode for call in trained for mode in modes_of(call)
+                )
+                batch.nack()
+        refused = service.request("POST", "/batches/lease", json={"logprob_modes": ["grammar"]}, token=TRAINER)
+    assert refused.status_code == 400 and "logprob_modes" in refused.text
+
+
 def test_a_service_can_train_on_one_mode_only(engine: ScriptedEngine, own_redis: str) -> None:
-    with RunningService(engine.url, own_redis, train_logprob_modes=["processed_logprobs"]) as service:
+    with RunningService(engine.url, own_redis, train_logprob_modes=["processed"]) as service:
         session = service.session()
         session.ask("q")
         rows, accounting = session.trajectories()
     assert rows == []
-    assert [item["reason"] for item in accounting["quarantined"]] == ["logprob_mode_raw_logprobs"]
+    assert [item["reason"] for item in accounting["quarantined"]] == ["logprob_mode"]
 
 
 def test_logits_cannot_be_asked_for() -> None:
     with pytest.raises(ValidationError):
-        Settings(train_logprob_modes=["raw_logits"])  # type: ignore[list-item]
+        Settings(train_logprob_modes=["logits"])  # type: ignore[list-item]
 
 
 # Reading what an engine says

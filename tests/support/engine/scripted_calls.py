@@ -71,7 +71,9 @@ class SamplingCalls:
             await exchange.fail(refused.fault)
             return
         room = self._engine.max_model_len - len(ids)
-        await exchange.answer(generate_body(body, ids, f"chatcmpl-{request_id(exchange, body)}", room, seen))
+        rendered = generate_body(body, ids, f"chatcmpl-{request_id(exchange, body)}", room, seen)
+        rendered["sampling_params"] |= self._engine.adds
+        await exchange.answer(rendered)
 
     def _rendered(self, body: Mapping[str, Any]) -> tuple[list[int], Any]:
         """The ids of a chat request, and the features of its images. Raises Refused as vLLM would."""

@@ -144,6 +144,8 @@ class ScriptedEngine:
         """How many images a prompt may have; 0: the model takes none."""
         self.routes = False
         """Whether it tells which experts each token was routed to."""
+        self.adds: dict[str, Any] = {}
+        """Sampling parameters that it gives every rendering of messages, whatever was asked."""
         self._default = default or (lambda generation, index: random_reply(self.family, generation, index))
         self._replies: deque[Reply | str] = deque()
         self._faults: dict[str, deque[Fail | Drop | Hang]] = defaultdict(deque)
@@ -191,7 +193,7 @@ class ScriptedEngine:
     def reset(self) -> Self:
         """Forget scripts and records; the weights and their label stay."""
         self.received, self.generations, self.script, self.cached_tokens = [], [], None, 0
-        self.routes = False
+        self.routes, self.adds = False, {}
         self._replies.clear()
         self._faults.clear()
         return self

@@ -72,7 +72,10 @@ _DEFAULTS = {
     "top_p": 1.0,
     "min_p": 0.0,
 }
-_PASSED = ("n", "top_k", "seed", "min_tokens", "ignore_eos", "logit_bias", "structured_outputs", "stop_token_ids")
+_PASSED = (
+    *("n", "top_k", "seed", "min_tokens", "ignore_eos", "logit_bias", "structured_outputs", "stop_token_ids"),
+    *("allowed_token_ids", "bad_words"),
+)
 
 
 def sampling_params(request: Mapping[str, Any], room: int) -> dict[str, Any]:
@@ -91,7 +94,7 @@ def sampling_params(request: Mapping[str, Any], room: int) -> dict[str, Any]:
     scored = request.get("prompt_logprobs") is not None
     if scored:
         params["prompt_logprobs"] = request["prompt_logprobs"]
-    return params | {"output_kind": kind, "skip_clone": True, "bad_words": [], "skip_reading_prefix_cache": scored}
+    return {"bad_words": []} | params | {"output_kind": kind, "skip_clone": True, "skip_reading_prefix_cache": scored}
 
 
 def _or(value: Any, default: Any) -> Any:

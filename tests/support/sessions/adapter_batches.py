@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -54,8 +53,8 @@ def read(ids: Sequence[int], mask: Sequence[Any], logprobs: Sequence[float]) -> 
 
 def two_turns(name: str = "t", **changes: Any) -> Trajectory:
     """Prompt 1 2, sampled 101 102 (version 5), tool 7 8, sampled 103 (version 6), end of the turn 9."""
-    return replace(
-        trajectory(name),
+    return trajectory(
+        name,
         token_ids=pack_ids([1, 2, 101, 102, 7, 8, 103, 9]),
         loss_mask=np.array([0, 0, 1, 1, 0, 0, 1, 0], dtype=np.int8),
         logprobs=pack_logprobs([0, 0, -0.5, -1.0, 0, 0, -1.5, 0]),

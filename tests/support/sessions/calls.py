@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from reconstruct.records import Call, Node, Sampling, Span, pack_ids, pack_logprobs
+from reconstruct.records import UNKNOWN_MODE, Call, ModeSpan, Node, Sampling, Span, pack_ids, pack_logprobs
 
 
 def node(
@@ -20,13 +20,18 @@ def node(
     version: int = 0,
     spans: Sequence[Span] | None = None,
     reason: str | None = None,
+    mode: str = UNKNOWN_MODE,
+    modes: Sequence[ModeSpan] | None = None,
 ) -> Node:
     """A node that says `said` after `base_length` ids of `base` and `delta`; logprobs -0.5, -1.0, … and one span by default."""
     if logprobs is None:
         logprobs = [-0.5 * at for at in range(1, len(said) + 1)]
     if spans is None:
         spans = [Span(version, 0, len(said))] if said else []
-    return Node(parent, reason, base, base_length, pack_ids(delta), pack_ids(said), pack_logprobs(logprobs), tuple(spans))
+    if modes is None:
+        modes = [ModeSpan(mode, 0, len(said))] if said else []
+    arrays = pack_ids(delta), pack_ids(said), pack_logprobs(logprobs)
+    return Node(parent, reason, base, base_length, *arrays, tuple(spans), tuple(modes))
 
 
 def call(call_id: str = "c1", *, session: str = "s", fields: dict[str, Any] | None = None, **of_node: Any) -> Call:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from reconstruct.codec import encode
-from reconstruct.records import Call, Node, Sampling, Span, pack_ids, pack_logprobs
+from reconstruct.records import RAW, Call, ModeSpan, Node, Sampling, Span, pack_ids, pack_logprobs
 
 
 def record(call_id: str, session_id: str, *, prompt: list[int], sampled: list[int], version: int = 0) -> bytes:
@@ -17,6 +17,7 @@ def record(call_id: str, session_id: str, *, prompt: list[int], sampled: list[in
         completion_ids=pack_ids(sampled),
         logprobs=pack_logprobs([-0.5] * len(sampled)),
         spans=(Span(version, 0, len(sampled)),) if sampled else (),
+        modes=(ModeSpan(RAW, 0, len(sampled)),) if sampled else (),
     )
     call = Call(
         call_id=call_id,

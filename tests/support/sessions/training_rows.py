@@ -9,16 +9,22 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from reconstruct.records import Span, pack_ids, pack_logprobs
+from reconstruct.records import RAW, ModeSpan, Span, merge_modes, pack_ids, pack_logprobs
 from reconstruct.trajectory import Trajectory, encode_row, weigh_rows
 from tests.support.service.scripted_service import Answer, json_answer
 from trainer_client.wire import Group
 
 
 def trajectory(
-    name: str = "t1", *, prompt: Sequence[int] = (1, 2), versions: Sequence[int] = (5, 5), session: str = "", **changes: Any
+    name: str = "t1",
+    *,
+    prompt: Sequence[int] = (1, 2),
+    versions: Sequence[int] = (5, 5),
+    session: str = "",
+    mode: str = RAW,
+    **changes: Any,
 ) -> Trajectory:
-    """`prompt` ids with mask 0, then ids 101, 102, … with mask 1 and logprobs -0.5, -1.0, …, one per entry of `versions`."""
+    """`prompt` ids with mask 0, then ids 101, 102, … with mask 1 and logprobs -0.5, -1.0, … of `mode`, one per entry of `versions`."""
     sampled, start = len(versions), len(prompt)
     mask = np.array([0] * start + [1] * sampled, dtype=np.int8)
     fields: dict[str, Any] = {
@@ -38,7 +44,14 @@ def trajectory(
         "truncated": False,
         "metadata": {"note": "ü"},
     }
-    return Trajectory(**{**fields, **changes})
+    fields |= changes
+    fields.setdefault("logprob_modes", mode_spans(fields["loss_mask"], mode))
+    return Trajectory(**fields)
+
+
+def mode_spans(mask: Any, mode: str = RAW) -> tuple[ModeSpan, ...]:
+    """All sampled tokens as of one mode."""
+    return merge_modes(ModeSpan(mode, at, at + 1) for at in np.flatnonzero(mask).tolist())
 
 
 def spans(start: int, versions: Sequence[int]) -> tuple[Span, ...]:

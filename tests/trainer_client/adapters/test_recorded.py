@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections import UserDict
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,8 +49,7 @@ def test_the_response_begins_at_the_first_sampled_token_and_holds_the_tools_too(
 
 def test_rows_whose_logprobs_are_of_different_modes_are_handed_to_no_trainer() -> None:
     """Its importance ratios would be taken against two different distributions."""
-    modes = ("raw_logprobs", "processed_logprobs")
-    batch = batch_of([replace(two_turns(), trajectory_id=mode, logprob_mode=mode) for mode in modes])
+    batch = batch_of([two_turns(mode, mode=mode) for mode in ("raw", "masked")])
     with pytest.raises(MixedLogprobModes, match="VERBATIM_TRAIN_LOGPROB_MODES"):
         split_rows(batch)
     with pytest.raises(MixedLogprobModes):
