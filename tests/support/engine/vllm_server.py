@@ -48,12 +48,20 @@ run_multi_api_server(args)
 
 @contextmanager
 def running_vllm(
-    model: Path, directory: Path, *extra: str, env: dict[str, str] | None = None, api_servers: int = 1
+    model: Path,
+    directory: Path,
+    *extra: str,
+    env: dict[str, str] | None = None,
+    api_servers: int = 1,
+    tool_parser: str = "hermes",
+    reasoning_parser: str | None = "qwen3",
 ) -> Iterator[VllmServer]:
     """vLLM serving `model` as "policy" on a free port, its log in `directory`."""
     require_vllm()
     port = free_port()
-    argv, added = vllm_command(model, port, reasoning_parser="qwen3", extra=["--max-logprobs", "5", *extra])
+    argv, added = vllm_command(
+        model, port, tool_parser=tool_parser, reasoning_parser=reasoning_parser, extra=["--max-logprobs", "5", *extra]
+    )
     if api_servers > 1:
         argv = [argv[0], "-c", _SERVE, *argv[3:], "--api-server-count", str(api_servers)]
     added |= {"HF_HUB_OFFLINE": "1", **(env or {})}
