@@ -18,6 +18,7 @@ import typer
 from cli.checks import EXTRAS, Check, check_disks, check_harness, check_readable, check_runtimes, print_checks
 from cli.options import AsJson, ServiceUrl, find_missing, installed_version
 from cli.refusal import Refusal
+from reconstruct.extras import how_to_install
 
 if TYPE_CHECKING:
     from cli.control import Control
@@ -89,7 +90,7 @@ def check_extras() -> Iterator[Check]:
         yield Check("packages", "ok", f"extras {', '.join(there)}")
     for extra in (extra for extra in EXTRAS if extra not in there):
         missing = ", ".join(find_missing(EXTRAS[extra]))
-        yield Check("packages", "note", f"{purposes[extra]}: {missing} not installed", f"pip install 'verbatim-rl[{extra}]'")
+        yield Check("packages", "note", f"{purposes[extra]}: {missing} not installed", how_to_install(extra))
 
 
 def check_service(url: str | None) -> Iterator[Check]:
@@ -188,7 +189,7 @@ def check_engine(url: str) -> Check:
 async def check_redis(url: str) -> list[Check]:
     """A Redis, asked directly: whether it takes records, its version, whether it keeps what it holds, whether it evicts, and its clock."""
     if find_missing(EXTRAS["proxy"]):
-        return [Check("redis", "note", f"{url} was not checked", "pip install 'verbatim-rl[proxy]'")]
+        return [Check("redis", "note", f"{url} was not checked", how_to_install("proxy"))]
     from cli.node import connect
     from proxy.errors import StoreUnavailable
 

@@ -15,6 +15,7 @@ import typer
 from cli.options import check_installed, find_missing
 from cli.refusal import Refusal
 from cli.run import parse_variables
+from reconstruct.extras import how_to_install
 
 if TYPE_CHECKING:
     from rollout.task import Task
@@ -147,7 +148,7 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     try:
         if path.suffix == ".parquet":
             if find_missing(("pyarrow",)):
-                raise Refusal(f"{path} is in Parquet, which needs pyarrow: pip install 'verbatim-rl[archive]'")
+                raise Refusal(f"{path} is in Parquet, which needs pyarrow: {how_to_install('archive')}")
             import pyarrow.parquet as pq
 
             rows: Any = pq.read_table(path).to_pylist()

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from cli.refusal import Refusal
+from reconstruct.extras import how_to_install
 
 ServiceUrl = Annotated[
     str | None, typer.Option("--url", metavar="URL", help="The service. Default: VERBATIM_URL, or http://127.0.0.1:8700.")
@@ -33,7 +34,7 @@ def installed_version() -> str:
 def check_installed(command: str, modules: Sequence[str], extras: str) -> None:
     """Raises `Refusal` that names the missing modules and the extras that install them."""
     if missing := find_missing(modules):
-        raise Refusal(f"verbatim {command} needs {', '.join(missing)}: pip install 'verbatim-rl[{extras}]'")
+        raise Refusal(f"verbatim {command} needs {', '.join(missing)}: {how_to_install(extras)}")
 
 
 def find_missing(modules: Sequence[str]) -> list[str]:

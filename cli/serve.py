@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli.refusal import Refusal
+from reconstruct.extras import how_to_install
 
 if TYPE_CHECKING:
     from pydantic_settings import SettingsError
@@ -162,7 +163,7 @@ def serve(
         from cli import service
         from cli.serving import logs
     except ModuleNotFoundError as error:
-        raise Refusal(f"the service is not installed ({error.name} is missing): pip install 'verbatim-rl[proxy]'") from error
+        raise Refusal(f"the service is not installed ({error.name} is missing): {how_to_install('proxy')}") from error
 
     flags = {
         "engine": engine or None,

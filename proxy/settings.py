@@ -21,6 +21,7 @@ from proxy.engine.kinds import find_kind, load_kind
 from proxy.engine.wire.tls import build_client_tls
 from reconstruct.builders import load_builder
 from reconstruct.errors import ReconstructError
+from reconstruct.extras import how_to_install
 from reconstruct.roles import RoleRule
 
 Role = Literal["main", "subagent", "compaction", "side"]
@@ -329,7 +330,7 @@ class Settings(BaseSettings):
         if model is None and name != "auto" and load_kind(find_kind(name)).needs_renderer:
             raise ValueError(f"engines of the {name} API cannot render messages: name the model whose chat format to use")
         if model is not None and find_spec("renderers") is None:
-            raise ValueError("the renderers package is missing: pip install 'verbatim-rl[renderers]'")
+            raise ValueError(f"the renderers package is missing: {how_to_install('renderers')}")
         return model
 
     @field_validator("builder")
@@ -347,7 +348,7 @@ class Settings(BaseSettings):
         if endpoint is not None and not re.match(r"https?://[^/]+/", endpoint):
             raise ValueError("it is the whole URL of a collector, for example http://collector:4318/v1/traces")
         if endpoint is not None and not _is_installed("opentelemetry.exporter.otlp.proto.http"):
-            raise ValueError("the OpenTelemetry SDK is missing: pip install 'verbatim-rl[otel]'")
+            raise ValueError(f"the OpenTelemetry SDK is missing: {how_to_install('otel')}")
         return endpoint
 
     @field_validator("policy_models")
@@ -425,5 +426,5 @@ class Settings(BaseSettings):
     @classmethod
     def _check_archive_format(cls, chosen: str, others: ValidationInfo) -> str:
         if chosen == "parquet" and others.data.get("archive_dir") and find_spec("pyarrow") is None:
-            raise ValueError("pyarrow is missing: pip install 'verbatim-rl[archive]', or choose jsonl")
+            raise ValueError(f"pyarrow is missing: {how_to_install('archive')}, or choose jsonl")
         return chosen

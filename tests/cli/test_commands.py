@@ -54,6 +54,11 @@ def test_help_names_the_commands_and_says_what_they_are_for() -> None:
     assert "..." not in verbatim("--help", COLUMNS="80").stdout.partition("Commands:")[2]
 
 
+@pytest.mark.parametrize("command", ["serve", "node", "run", "generate", "bench", "export"])
+def test_help_says_what_a_value_is_in_words_of_the_command(command: str) -> None:
+    assert re.findall(r"^ +--\S+ <.*>", verbatim(command, "--help", COLUMNS="200").stdout, re.MULTILINE) == []
+
+
 @pytest.fixture(scope="module")
 def serve_help() -> str:
     return verbatim("serve", "--help").stdout
@@ -90,7 +95,8 @@ def test_serve_where_only_the_trainers_part_is_installed_says_what_to_install() 
     done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert (
-        done.stderr.strip() == "verbatim: the service is not installed (uvicorn is missing): pip install 'verbatim-rl[proxy]'"
+        done.stderr.strip()
+        == "verbatim: the service is not installed (uvicorn is missing): in a clone of Verbatim, pip install '.[proxy]'"
     )
 
 
@@ -99,7 +105,7 @@ def test_node_where_only_the_trainers_part_is_installed_says_what_to_install() -
     program = "import sys; sys.modules['msgspec'] = None; sys.argv[1:] = ['node']; import cli.main; cli.main.main()"
     done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr.strip() == "verbatim: verbatim node needs msgspec: pip install 'verbatim-rl[rollout]'"
+    assert done.stderr.strip() == "verbatim: verbatim node needs msgspec: in a clone of Verbatim, pip install '.[rollout]'"
 
 
 def test_an_unknown_flag_is_a_usage_error() -> None:
@@ -205,7 +211,9 @@ def test_a_redis_that_does_not_answer_is_named_without_its_password() -> None:
         sentence = refused(*command, VERBATIM_REDIS_RETRY_SECONDS="0")
         waited = verbatim(*command, VERBATIM_REDIS_RETRY_SECONDS="0.5")
     assert place in sentence and "--redis" in sentence
-    assert waited.returncode == 1 and "waiting up to 0.5 s" in waited.stderr and sentence in waited.stderr
+    assert waited.returncode == 1 and f"waiting up to 0.5 s for the Redis at {place}" in waited.stderr
+    assert sentence in waited.stderr and "does not answer: connection refused; start it" in sentence
+    assert waited.stderr.count("does not answer") == 1 and "Error" not in waited.stderr
     assert "hidden" not in sentence + waited.stderr
 
 

@@ -108,6 +108,22 @@ def test_the_wheel_holds_every_file_of_its_packages_and_nothing_else(wheel: Path
     assert metadata_of(wheel)["Version"] == PROJECT["version"]
 
 
+def test_both_wheels_tell_type_checkers_that_they_are_typed(wheel: Path, client_wheel: Path) -> None:
+    for built, packages in ((wheel, PACKAGES), (client_wheel, CLIENT)):
+        assert {f"{package}/py.typed" for package in packages} <= files_in(built).keys()
+        assert "Typing :: Typed" in metadata_of(built).get_all("Classifier")
+
+
+def test_nothing_says_to_install_the_project_by_its_name() -> None:
+    """It is on no package index, where anyone could claim the name."""
+    said = re.compile(r"install [^\n]*?verbatim-rl\b(?!-client)")
+    folders = [ROOT / name for name in (*PACKAGES, "docs", "deploy", "examples", "benchmarks", "wheels", "helm")]
+    files = [*ROOT.glob("*.*"), *(file for folder in folders for file in folder.rglob("*.*"))]
+    kinds = {".py", ".md", ".toml", ".yaml", ".txt", ".Dockerfile"}
+    named = [file.name for file in files if file.suffix in kinds and said.search(file.read_text())]
+    assert [name for name in named if name != "CHANGELOG.md"] == []
+
+
 def test_the_wheel_runs_outside_of_this_folder(python: Path, tmp_path: Path) -> None:
     assert "serve" in run(python.parent / "verbatim", "--help", cwd=tmp_path)
     assert run(python.parent / "verbatim", "--version", cwd=tmp_path) == f"verbatim {PROJECT['version']}\n"

@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from proxy.errors import EngineFailed, RequestError
+from reconstruct.extras import how_to_install
 
 _MAX_RENDERERS = 64
 """Renderers kept, one per set of template kwargs that harnesses send."""
@@ -195,7 +196,7 @@ def _package() -> Any:
         package = importlib.import_module("renderers")
         importlib.import_module("renderers.base")
     except ModuleNotFoundError as error:
-        raise EngineFailed(f"{error.name} is missing: pip install 'verbatim-rl[renderers]'") from error
+        raise EngineFailed(f"{error.name} is missing: {how_to_install('renderers')}") from error
     return package
 
 

@@ -44,6 +44,6 @@ def check_version(version: str) -> None:
         return
     raise RuntimeError(
         f"the plugin 'verbatim' was tested with vLLM {', '.join(TESTED)} and not with {version}: take it out of VLLM_PLUGINS "
-        f"(the service then uses the routes of --enable-scale-out), install a release of verbatim-rl that knows {version}, or set "
+        f"(the service then uses the routes of --enable-scale-out), install a release of Verbatim that knows {version}, or set "
         f"{UNTESTED_VARIABLE}=1 to try it"
     )

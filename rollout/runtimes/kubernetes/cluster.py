@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from reconstruct.extras import how_to_install
 from rollout.runtimes.base import NoRoom, RuntimeFailed
 from rollout.runtimes.kubernetes.manifest import CONTAINER, LABEL, Owner
 from rollout.runtimes.settings import RuntimeSettings
@@ -219,7 +220,7 @@ async def load_cluster(settings: RuntimeSettings) -> Cluster:
         from kubernetes.aio import config
         from kubernetes.aio.client import Configuration
     except ImportError as error:
-        raise RuntimeFailed("the package kubernetes is not installed: pip install 'verbatim-rl[rollout]'") from error
+        raise RuntimeFailed(f"the package kubernetes is not installed: {how_to_install('rollout')}") from error
     configuration = Configuration()
     try:
         here = _read_own_namespace() if settings.kubernetes_context is None else None
