@@ -70,6 +70,9 @@ def _run(plan: Plan, console: Console, closed_loop: ClosedLoop, make_model: Make
     console.print(verdict_table(verdict, plan.expected))
     console.print(verdict.course, soft_wrap=True, highlight=False)
     console.print(f"{time.monotonic() - started:.0f} s in all; picture, numbers and logs in {plan.out}", soft_wrap=True)
+    console.print(
+        f"every run and token in a browser, at the URL that this prints:\n  {plan.viewer}", soft_wrap=True, highlight=False
+    )
     failures = verdict.failures(plan.expected)
     for failure in failures:
         console.print(f"[red]✗[/red] {failure}", soft_wrap=True)

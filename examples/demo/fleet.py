@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import os
 import secrets
+import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -63,10 +64,10 @@ async def running(plan: Plan) -> AsyncIterator[Fleet]:
 @contextlib.asynccontextmanager
 async def serving(plan: Plan, data_dir: Path | None = None) -> AsyncIterator[Served]:
     """Started, and perhaps not ready yet; ended when the block has, in the opposite order, so that nobody is left talking to one who
-    has gone. Without a `data_dir` the records go when they do."""
+    has gone. Without a `data_dir` the service's records are in the plan's once they have ended."""
     engine_ports, port = [free_port() for _ in range(plan.replicas)], free_port()
     async with contextlib.AsyncExitStack() as stack:
-        data_dir = data_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verbatim-demo-")))
+        data_dir = data_dir or stack.enter_context(_keep_records(plan))
         admin_token, trainer_token = secrets.token_hex(16), secrets.token_hex(16)
         children = [
             *(_vllm(plan, number, engine_port) for number, engine_port in enumerate(engine_ports, start=1)),
@@ -74,6 +75,17 @@ async def serving(plan: Plan, data_dir: Path | None = None) -> AsyncIterator[Ser
         ]
         *engines, service = [await stack.enter_async_context(child) for child in children]
         yield Served(engines, service, f"http://127.0.0.1:{port}", admin_token, trainer_token, data_dir)
+
+
+@contextlib.contextmanager
+def _keep_records(plan: Plan) -> Iterator[Path]:
+    """A folder with a short path, as the socket of a Redis needs it; at the end the records in it become the plan's."""
+    with tempfile.TemporaryDirectory(prefix="verbatim-demo-") as folder:
+        try:
+            yield Path(folder)
+        finally:
+            if (records := Path(folder) / "service").exists():
+                shutil.copytree(records, plan.data_dir, ignore=shutil.ignore_patterns("*.sock"), dirs_exist_ok=True)
 
 
 def trainer(plan: Plan, served: Served, module: str, *more: str, env: Mapping[str, str] | None = None) -> Child:

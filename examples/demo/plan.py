@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import shutil
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +58,25 @@ class Plan:
         return self.out / "weights"
 
     @property
+    def data_dir(self) -> Path:
+        """The service's records, once it has ended."""
+        return self.out / "data"
+
+    @property
+    def viewer(self) -> str:
+        """The command that opens the records in a browser: a service without engines."""
+        command = [
+            str(Path(sys.executable).with_name("verbatim")),
+            "serve",
+            "--open",
+            "--port",
+            "0",
+            "--data-dir",
+            str(self.data_dir),
+        ]
+        return f"VERBATIM_ENGINE='[]' {shlex.join(os.path.relpath(word) if os.path.isabs(word) else word for word in command)}"
+
+    @property
     def trainer_log(self) -> Path:
         return self.out / "trainer-steps.jsonl"
 
@@ -98,7 +120,7 @@ class Plan:
     def empty_out(self) -> None:
         """Make `out`, with nothing left in it of an earlier run; what the demo did not write stays."""
         # A model that was given may well lie in there: `--model demo-out/model` goes on from an earlier run's.
-        made = ["weights", "logs"] + (["model"] if self.model is None else [])
+        made = ["weights", "logs", "data"] + (["model"] if self.model is None else [])
         for name in made:
             shutil.rmtree(self.out / name, ignore_errors=True)
         for name in (self.trainer_log.name, "verdict.json", "reward.png"):

@@ -206,7 +206,7 @@ class Page:
             "/shared/weights": str(folder),
             "/tmp/claude-home": str(folder / "claude-home"),
         }
-        self._names: dict[str, Any] = {}
+        self.names: dict[str, Any] = {}
         tools = folder / "bin"
         tools.mkdir()
         for name, text in (("verbatim", SHIM), ("python", PYTHON_SHIM), ("hand_over", HAND_OVER)):
@@ -247,12 +247,12 @@ class Page:
     def program(self, block: Block, patch: pytest.MonkeyPatch) -> None:
         for name in ("VERBATIM_URL", "VERBATIM_ADMIN_TOKEN", "VERBATIM_TRAINER_TOKEN"):
             patch.setenv(name, self.variables[name])
-        exec(compile(block.text, f"{block.page}:{block.line}", "exec"), self._names)
+        exec(compile(block.text, f"{block.page}:{block.line}", "exec"), self.names)
 
     def leave(self) -> None:
         for name in ("admin", "agent"):
-            if name in self._names:
-                self._names[name].close()
+            if name in self.names:
+                self.names[name].close()
         nodes = self.folder / "nodes"
         for pid in map(int, nodes.read_text().split() if nodes.exists() else ()):
             os.kill(pid, signal.SIGTERM)
@@ -313,6 +313,25 @@ def test_the_commands_of_a_page_run(page: Page, name: str, monkeypatch: pytest.M
     if name == "docs/tasks.md":
         task = page.service.request("GET", "/tasks/bug-7").json()
         assert (task["status"], task["usable"]) == ("completed", 2), task
+
+
+def test_the_readmes_program_leases_its_own_rows_whatever_was_run_before(
+    page: Page, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It got the rows of the session that the quick start leaves, and printed their tokens as its own."""
+    blocks = sorted(runnable(ROOT / "README.md"), key=lambda block: block.language == "python")
+    (program,) = [block for block in blocks if block.language == "python"]
+    for block in [*blocks, program]:
+        if block is not program:
+            page.shell(block)
+            continue
+        page.program(block, monkeypatch)
+        page.names["admin"].close()
+        page.names["agent"].close()
+        own = page.names["session"]["session_id"]
+        assert {row.session_id for row in page.names["batch"].rows} == {own}
+        call = page.service.request("GET", f"/sessions/{own}/calls").json()["calls"][0]
+        assert f"with {len(call['completion_ids'])} sampled tokens" in capsys.readouterr().out
 
 
 def test_a_block_that_runs_leaves_the_system_alone() -> None:
