@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -52,7 +52,7 @@ def submit(
     ({"policy", "minimum", "zero_variance", "max_quarantined_share"}), echo_policy, fork ({"session_id", "until",
     "on_divergence"}), lookahead ({"n", "choose", "model", "url", "roles"}), callback_url, metadata.
 
-    If the service refuses a line, the others are still submitted, and the command ends with the line number and the reason.
+    If the service refuses lines, the others are still submitted, and the command ends with the reasons and their line numbers.
 
     \b
     verbatim tasks submit tasks.jsonl --wait
@@ -71,8 +71,26 @@ def submit(
     except KeyboardInterrupt as interrupt:
         raise Refusal("no longer waiting; the tasks continue (verbatim tasks cancel stops them)", exit_code=130) from interrupt
     if refusals:
-        more = f"; and {len(refusals) - SHOWN} more" if len(refusals) > SHOWN else ""
-        raise Refusal(f"{len(refusals)} of {len(bodies)} tasks were refused: " + "; ".join(refusals[:SHOWN]) + more)
+        raise Refusal(describe_refusals(refusals, len(bodies)))
+
+
+def describe_refusals(refusals: Mapping[str, Sequence[int]], submitted: int) -> str:
+    """One sentence on the reasons, each with the numbers of its lines."""
+    reasons = [f"line{'s' if len(lines) > 1 else ''} {list_lines(lines)}: {reason}" for reason, lines in refusals.items()]
+    more = f"; and {len(reasons) - SHOWN} more reasons" if len(reasons) > SHOWN else ""
+    count = sum(map(len, refusals.values()))
+    return f"{count} of {submitted} tasks were refused: " + "; ".join(reasons[:SHOWN]) + more
+
+
+def list_lines(numbers: Sequence[int]) -> str:
+    """Ascending numbers with their ranges joined: "1-3, 7"."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    return ", ".join("-".join(map(str, each)) for each in ranges)
 
 
 @app.command("watch", short_help="Follow a task's events, rewards and feedback.")
@@ -244,15 +262,16 @@ def _lines(file: str) -> list[str]:
 
 def _submit_all(
     control: Control, bodies: list[tuple[int, dict[str, Any]]], screen: Any
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """The submitted tasks, their ids printed, and the service's complaints about lines. Raises `Refusal` if the service does not
-    answer or the command is interrupted."""
+) -> tuple[list[dict[str, Any]], dict[str, list[int]]]:
+    """The submitted tasks, their ids printed, and why the service refused others: reason -> numbers of lines. Raises `Refusal` if the
+    service does not answer or the command is interrupted."""
     from rich.progress import track
 
     from cli.control import Declined
 
     submitted: list[dict[str, Any]] = []
-    refusals, number = [], 0
+    refusals: dict[str, list[int]] = {}
+    number = 0
     try:
         for number, body in track(bodies, "submitting", console=screen, transient=True, disable=not screen.is_terminal):
             try:
@@ -260,7 +279,7 @@ def _submit_all(
             except Declined as declined:
                 if declined.status >= 500:
                     raise
-                refusals.append(f"line {number}: {declined}")
+                refusals.setdefault(str(declined), []).append(number)
     except (Refusal, KeyboardInterrupt) as broken:
         why, code = ("interrupted", 130) if isinstance(broken, KeyboardInterrupt) else (str(broken), 1)
         if submitted:

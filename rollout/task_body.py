@@ -11,8 +11,9 @@ evaluators there are.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -21,8 +22,8 @@ from pydantic import ValidationError
 from rollout.attempts import RolloutState
 from rollout.evaluators.base import BadEvaluator
 from rollout.harnesses import catalogue as harnesses
-from rollout.harnesses.definition import check_accepted
-from rollout.harnesses.prepared import HarnessError, PromptTooLong
+from rollout.harnesses.definition import check_accepted, parse
+from rollout.harnesses.prepared import BadDefinition, HarnessError, PromptTooLong
 from rollout.runtimes.base import BadRuntime
 from rollout.store.base import TaskState, encode
 from rollout.task import (
@@ -76,17 +77,41 @@ def read_task(raw: bytes, known: Known) -> tuple[Task, bytes]:
         encode(given)
     except ValidationError as error:
         place = ".".join(map(str, error.errors()[0]["loc"]))
-        raise BadTask(describe_problems(error), place or None) from error
+        raise BadTask("; ".join([describe_problems(error), *_find_definition_problems(raw)]), place or None) from error
     except (OverflowError, ValueError) as error:
         raise BadTask(f"the task cannot be stored: {error}") from error
     task = settle_group(given)
-    _check_harness(task.harness, task.instruction)
-    _check_runtime(task.runtime, "runtime", known)
+    problems = list(_find_problems(task, known))
+    if problems:
+        raise BadTask("; ".join(problem.message for problem in problems), problems[0].param)
     if task.evaluator is not None:
-        _check_evaluator(task.evaluator, task, known)
         task = replace(task, evaluator=_settle_runtime(task.evaluator, known))
     # Defaults are left out, so a field that a later build adds changes no digest.
     return task, hashlib.sha256(_CANONICAL.encode(dump_given(given))).digest()
+
+
+def _find_definition_problems(raw: bytes) -> Iterator[str]:
+    """What is wrong with the harness's definition in a body that is no task."""
+    try:
+        harness = msgspec.json.decode(raw)["harness"]
+        definition = harness["definition"]
+        parse(definition, str(harness.get("name") or definition.get("name") or "custom"))
+    except BadDefinition as error:
+        yield f"harness: {error}"
+    except (LookupError, TypeError, AttributeError, ValueError, msgspec.DecodeError):
+        return
+
+
+def _find_problems(task: Task, known: Known) -> Iterator[BadTask]:
+    """One for each part of the task that names or asks for what there is not."""
+    checks = [partial(_check_harness, task.harness, task.instruction), partial(_check_runtime, task.runtime, "runtime", known)]
+    if task.evaluator is not None:
+        checks.append(partial(_check_evaluator, task.evaluator, task, known))
+    for check in checks:
+        try:
+            check()
+        except BadTask as problem:
+            yield problem
 
 
 def _settle_runtime(spec: EvaluatorSpec, known: Known) -> EvaluatorSpec:

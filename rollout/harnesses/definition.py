@@ -24,6 +24,7 @@ from rollout.harnesses.prepared import (
     fill,
     fill_file,
     uses,
+    uses_base_url,
 )
 
 if TYPE_CHECKING:
@@ -40,6 +41,23 @@ _NAME_RULE = "is not made of lower-case letters, digits, '.', '_' and '-'"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
+_OPENAI = {
+    "OPENAI_BASE_URL": "{openai}",
+    "OPENAI_API_BASE": "{openai}",
+    "OPENAI_API_KEY": "{api_key}",
+    "OPENAI_MODEL": "{model}",
+}
+_ANTHROPIC = {"ANTHROPIC_BASE_URL": "{anthropic}", "ANTHROPIC_API_KEY": "{api_key}", "ANTHROPIC_MODEL": "{model}"}
+_GEMINI = {
+    "GOOGLE_GEMINI_BASE_URL": "{gemini}",
+    "GEMINI_API_KEY": "{api_key}",
+    "GOOGLE_API_KEY": "{api_key}",
+    "GEMINI_MODEL": "{model}",
+}
+_USUAL = {"chat": _OPENAI, "completions": _OPENAI, "responses": _OPENAI, "messages": _ANTHROPIC, "gemini": _GEMINI}
+"""What the vendors' clients and most agents read, by dialect."""
+
+
 @dataclass(frozen=True, slots=True)
 class Harness:
     """How to start one harness against a session. The texts of `argv`, `env` and `files` may hold placeholders (`prepared.NAMES`). Raises
@@ -47,7 +65,7 @@ class Harness:
 
     name: str
     description: str
-    """One line."""
+    """One line, or empty."""
     dialect: str
     """The wire dialect it speaks, or "any". The service may have dialects of other packages, so every name is valid here."""
     argv: tuple[str, ...] = ()
@@ -59,6 +77,7 @@ class Harness:
     install: tuple[str, ...] = ()
     """Shell lines that install it."""
     env: Mapping[str, str] = field(default_factory=dict)
+    """See `variables`."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Path below the home -> text."""
     stdin: str = "none"
@@ -86,6 +105,15 @@ class Harness:
             self._check_path(path)
         for where, text in self._list_texts():
             check(text, f"{self.name}: {where}")
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """`env`, with the usual variables of the dialect if the definition uses neither a base URL nor the key: the agent would start
+        without them, and fail with an error of its own. Those of every dialect for "any" and for one that another package adds."""
+        texts = (*self.argv, *self.env.values(), *self.files.values())
+        if any(uses(text, "api_key") or uses_base_url(text) for text in texts):
+            return self.env
+        return {**_USUAL.get(self.dialect, _OPENAI | _ANTHROPIC | _GEMINI), **self.env}
 
     @property
     def takes_command(self) -> bool:
@@ -130,7 +158,7 @@ class Harness:
             files[self.mcp.file] = self.mcp.write(files.get(self.mcp.file, ""), servers)
         return Prepared(
             argv=argv,
-            env={name: fill(text, values) for name, text in self.env.items()},
+            env={name: fill(text, values) for name, text in self.variables.items()},
             files=files,
             unset=self.unset,
             stdin=values["prompt"].encode() if self.stdin == "prompt" else b"",
@@ -152,7 +180,7 @@ class Harness:
     def _list_texts(self) -> list[tuple[str, str]]:
         """(where, text) of everything that may hold placeholders."""
         texts = [("argv", text) for text in self.argv]
-        texts += [(f"env {name}", text) for name, text in self.env.items()]
+        texts += [(f"env {name}", text) for name, text in self.variables.items()]
         return texts + [(f"file {path}", text) for path, text in self.files.items()]
 
     def _check_path(self, path: str) -> None:
@@ -167,15 +195,22 @@ def _count_bytes(text: str) -> int:
 
 def parse(data: Mapping[str, Any], name: str) -> Harness:
     """The harness that `data` defines; `name` unless it has its own. Raises `BadDefinition`."""
-    data = {"name": name, **data}
+    data = {"name": name, "description": "", **data}
     known = [each.name for each in fields(Harness)]
-    for key in data:
-        if key not in known:
-            raise UnknownField(f"{name}: there is no field {key!r} (known: {', '.join(known)})")
-    for key in ("description", "dialect"):
-        if key not in data:
-            raise BadDefinition(f"{name}: {key} is missing")
-    return Harness(**{key: _parse_field(name, key, value) for key, value in data.items()})
+    parsed: dict[str, Any] = {}
+    problems: list[BadDefinition] = []
+    if unknown := [repr(key) for key in data if key not in known]:
+        problems.append(UnknownField(f"{name}: there is no field {' or '.join(unknown)} (known: {', '.join(known)})"))
+    if "dialect" not in data:
+        problems.append(BadDefinition(f"{name}: dialect is missing: chat, responses, messages, gemini, any, or an added one"))
+    for key in data.keys() & set(known):
+        try:
+            parsed[key] = _parse_field(name, key, data[key])
+        except BadDefinition as error:
+            problems.append(error)
+    if problems:
+        raise type(problems[0])("; ".join(map(str, problems)))
+    return Harness(**parsed)
 
 
 def _parse_field(name: str, key: str, value: Any) -> Any:

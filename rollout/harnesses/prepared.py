@@ -154,6 +154,8 @@ NAMES = ("openai", "anthropic", "gemini", "api_key", "model", "prompt", "home", 
 BASE_URL = "base_url:"
 """Before the name of a base URL of the session. The built-in dialects' also go by their names alone; only the service knows all names."""
 
+_URLS = ("openai", "anthropic", "gemini", BASE_URL)
+
 _PLACEHOLDER = re.compile(r"\{\{(?P<literal>[a-z_]+)\}\}|(?<!\$)\{(?P<name>base_url:[A-Za-z0-9._-]+|[a-z_]+)\}")
 _QUOTED_FORMATS = (".json", ".toml", ".yaml")
 _NO_ASCII = re.compile(r"[^ -~]")
@@ -172,6 +174,10 @@ def check(text: str, where: str) -> None:
 
 def uses(text: str, name: str) -> bool:
     return any(found["name"] == name for found in _PLACEHOLDER.finditer(text))
+
+
+def uses_base_url(text: str) -> bool:
+    return any((found["name"] or "").startswith(_URLS) for found in _PLACEHOLDER.finditer(text))
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:

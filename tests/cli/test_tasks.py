@@ -91,6 +91,22 @@ def test_a_file_of_tasks_is_submitted_and_again_without_harm(fresh: RunningServi
     assert "a" not in tasks(fresh, "list", "--status", "running").stdout.split()
 
 
+def test_lines_with_the_same_mistakes_are_refused_once_and_with_all_of_them(fresh: RunningService, tmp_path: Path) -> None:
+    """Each line was named by itself, with the first of its mistakes."""
+    bad = {"harness": {"definition": {"name": "mine", "argv": "mine"}}}
+    unknown = {"instruction": "Fix it.", "harness": "nobodys", "runtime": "cloud", "evaluator": "oracle"}
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("\n".join(json.dumps(body) for body in [bad, bad, unknown, bad]))
+    said = tasks(fresh, "submit", str(file)).stderr
+    assert (
+        said.count("instruction") == 1
+        and "lines 1-2, 4: instruction: Field required; harness: mine: dialect is missing" in said
+    )
+    assert "argv must be a list of strings" in said
+    for problem in ("no harness 'nobodys'", "no runtime 'cloud'", "no evaluator 'oracle'"):
+        assert problem in said.partition("line 3: ")[2]
+
+
 def test_lines_that_are_refused_are_named_and_the_others_submitted(fresh: RunningService, tmp_path: Path) -> None:
     file = lines(tmp_path / "tasks.jsonl", {"task_id": "a"}, {"harness": "nobodys"}, {"task_id": "a", "num_samples": 3})
     done = tasks(fresh, "submit", file)

@@ -253,7 +253,7 @@ def test_bodies_that_mean_the_same_have_one_digest() -> None:
         ({"harness": "nobodys"}, "harness", "there is no harness 'nobodys': choose one of aider, claude-code, cline, codex"),
         ({"harness": "/etc/x.toml"}, "harness", "there is no harness"),
         ({"harness": {}}, "harness", "a name or a definition"),
-        ({"harness": {"definition": {"dialect": "chat"}}}, "harness", "description is missing"),
+        ({"harness": {"definition": {"argv": ["agent"]}}}, "harness", "dialect is missing"),
         ({"harness": {"name": "pi", "mcp_servers": [{"name": "x", "url": "http://x"}]}}, "harness", "pi takes no MCP servers"),
         ({"harness": {"name": "aider", "skills": [{"path": "x", "text": ""}]}}, "harness", "aider takes no skills"),
         ({"harness": {"name": "pi", "mcp_servers": [{"name": "x"}]}}, "harness.mcp_servers.0", "by its command or by its url"),

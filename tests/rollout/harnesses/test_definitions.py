@@ -282,10 +282,40 @@ def test_a_definition_may_name_a_dialect_that_only_the_service_knows() -> None:
         prepared(harness)
 
 
-@pytest.mark.parametrize("missing", ["description", "dialect"])
-def test_a_definition_without_a_needed_field_is_refused(missing: str) -> None:
-    with pytest.raises(BadDefinition, match=f"{missing} is missing"):
-        parse({key: value for key, value in LEAST.items() if key != missing}, "mine")
+def test_a_definition_needs_a_dialect_and_no_description() -> None:
+    assert parse({"dialect": "chat", "argv": ["agent"]}, "mine").description == ""
+    with pytest.raises(BadDefinition, match="dialect is missing"):
+        parse({"argv": ["agent"]}, "mine")
+
+
+def test_everything_that_is_wrong_with_a_definition_is_said_at_once() -> None:
+    with pytest.raises(BadDefinition) as caught:
+        parse({"argv": "agent", "env": {"A": 1}, "arguments": [], "flags": []}, "mine")
+    said = str(caught.value)
+    for problem in ("no field 'arguments' or 'flags'", "dialect is missing", "argv must be a list", "env must be a table"):
+        assert problem in said
+
+
+@pytest.mark.parametrize("dialect", ["chat", "completions", "responses", "messages", "gemini", "any", "toy"])
+@pytest.mark.parametrize("env", [{}, {"DEBUG": "1"}])
+def test_a_definition_that_says_nothing_of_url_and_key_gets_the_usual_variables(dialect: str, env: dict[str, str]) -> None:
+    """The agent was started with neither, and died of an error of its own."""
+    given = prepared(parse({"dialect": dialect, "argv": ["agent"], **({"env": env} if env else {})}, "mine")).env
+    usual = prepared(load("shell")).env
+    openai, anthropic, gemini = (
+        {name: value for name, value in usual.items() if name.startswith(prefixes)}
+        for prefixes in ("OPENAI_", "ANTHROPIC_", ("GOOGLE_", "GEMINI_"))
+    )
+    of = {"messages": anthropic, "gemini": gemini, "any": usual, "toy": usual}
+    assert given == {**of.get(dialect, openai), **env}
+    assert any(value == "vk-abc" for value in given.values()) and any(value.startswith(ROOT_URL) for value in given.values())
+
+
+@pytest.mark.parametrize(
+    "place", [{"env": {"MY_KEY": "{api_key}"}}, {"argv": ["agent", "--url={base_url:toy}"]}, {"files": {"a": "{openai}"}}]
+)
+def test_a_definition_that_says_how_it_is_given_url_or_key_gets_nothing_else(place: dict[str, Any]) -> None:
+    assert parse({"dialect": "chat", "argv": ["agent"], **place}, "mine").variables == place.get("env", {})
 
 
 def test_the_roles_of_a_definition_are_rules_of_the_service() -> None:
