@@ -151,6 +151,7 @@ class TrainerClient:
         kind: Kind = "full",
         mode: Mode = "keep",
         directory: str | os.PathLike[str] | None = None,
+        config: Any = None,
         keep_last: int | None = None,
         shard_bytes: int = 5 * 10**9,
         push_seconds: float = 3600.0,
@@ -159,13 +160,15 @@ class TrainerClient:
         """Push `weights` to every replica of `model` ("": the default one), all of which then serve `version`.
 
         `weights` is a state dict of torch tensors, which is first written to `directory/version-<version>`, or a path the engines
-        can read. Calls in flight continue under the new weights (`mode` keep), finish first (wait) or are cut (abort). `keep_last`:
-        afterwards remove all but this many version folders, and those that an engine of any model may still be given.
+        can read. `config`, the model's (`model.config`) or the folder it was loaded from, makes the version's folder a whole checkpoint
+        that `from_pretrained` loads; engines need none. Calls in flight continue under the new weights (`mode` keep), finish first
+        (wait) or are cut (abort). `keep_last`: afterwards remove all but this many version folders, and those that an engine of any
+        model may still be given.
         `push_seconds` is the longest a push may take.
         Raises: VersionConflict, UnpublishableWeights, ReplicaFailed, ConnectionFailed. A push that may have started is not
         retried: after ConnectionFailed, `weights()` tells whether it happened.
         """
-        path = self._write_checkpoint(weights, version, kind, directory, shard_bytes, model)
+        path = self._write_checkpoint(weights, version, kind, directory, config, shard_bytes, model)
         body = {"version": version, "path": path, "kind": kind, "mode": mode}
         push = self._push(body | ({"model": model} if model else {}), push_seconds)
         if push.failed or not push.applied:
@@ -262,10 +265,13 @@ class TrainerClient:
         version: int,
         kind: Kind,
         directory: str | os.PathLike[str] | None,
+        config: Any,
         shard_bytes: int,
         model: str,
     ) -> str:
         if not isinstance(weights, Mapping):
+            if config is not None:
+                raise UnpublishableWeights("`config` goes with a state dict: a path is published as it is")
             return str(Path(weights).absolute())
         if directory is None:
             raise UnpublishableWeights("a state dict needs a `directory` that the engines can read")
@@ -283,7 +289,7 @@ class TrainerClient:
         if (folder := target_folder(directory, version)) in (in_use := checkpoints_in_use(served)):
             owner = f"the model {in_use[folder]!r}" if in_use[folder] else "the default model"
             raise UnpublishableWeights(f"{folder} holds weights of {owner} that are in use: give each model its own directory")
-        return str(write_weights(weights, directory, version, shard_bytes=shard_bytes))
+        return str(write_weights(weights, directory, version, config=config, shard_bytes=shard_bytes))
 
     def _push(self, body: Mapping[str, Any], push_seconds: float) -> WeightPush:
         try:

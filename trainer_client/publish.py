@@ -8,12 +8,14 @@ values of a missing name.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,11 @@ if TYPE_CHECKING:
     import torch
 
 
+log = logging.getLogger(__name__)
+
 _VERSION_FOLDER = re.compile(r"version-(\d+)")
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx)(\.index\.json)?|\..*")
+"""Files of a checkpoint that hold its weights, and hidden ones."""
 _UNFINISHED_FOLDER = re.compile(r"\.version-(\d+)\.(writing|replaced)")
 
 
@@ -82,18 +88,31 @@ def target_folder(directory: str | os.PathLike[str], version: int) -> Path:
 
 
 def write_weights(
-    state_dict: Mapping[str, Any], directory: str | os.PathLike[str], version: int, *, shard_bytes: int = 5 * 10**9
+    state_dict: Mapping[str, Any],
+    directory: str | os.PathLike[str],
+    version: int,
+    *,
+    config: Any = None,
+    shard_bytes: int = 5 * 10**9,
 ) -> Path:
     """Write `state_dict` as safetensors to `directory/version-<version>`; returns that absolute path.
 
     One file `model.safetensors`, or shards of at most `shard_bytes` (a larger tensor gets its own shard) with
     `model.safetensors.index.json`. An existing folder of that version is replaced. In a distributed trainer, call it on one rank
-    with full tensors. Raises: UnpublishableWeights.
+    with full tensors. `config`, the model's (`model.config`) or the folder it was loaded from, makes it a whole checkpoint that
+    `from_pretrained` loads, with the folder's tokenizer; without it, engines load the folder, and `from_pretrained` does not.
+    Raises: UnpublishableWeights.
     """
+    if config is not None and not hasattr(config, "save_pretrained") and not (Path(config) / "config.json").is_file():
+        raise UnpublishableWeights(f"config: {config} is neither a model's config nor a folder with a config.json")
+    if config is None:
+        _explain_weights_only(Path(directory).resolve())
     tensors = _check_tensors(state_dict)
     shards = list(_shards(tensors, shard_bytes))
     names = _file_names(len(shards))
     with version_folder(directory, version) as folder:
+        if config is not None:
+            _write_config(config, folder.unfinished)
         for name, shard in zip(names, shards, strict=True):
             _write_shard(folder.unfinished / name, {key: tensors[key] for key in shard})
         if len(shards) > 1:
@@ -155,6 +174,23 @@ def _check_tensors(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     if not state_dict:
         raise UnpublishableWeights("the state dict is empty")
     return dict(state_dict)
+
+
+@cache
+def _explain_weights_only(directory: Path) -> None:
+    """Once for each folder."""
+    log.warning(
+        "%s gets weights alone, which engines load; for from_pretrained, publish them with config=model.config", directory
+    )
+
+
+def _write_config(config: Any, folder: Path) -> None:
+    if hasattr(config, "save_pretrained"):
+        config.save_pretrained(folder)
+        return
+    for file in Path(config).iterdir():
+        if file.is_file() and not _WEIGHTS.fullmatch(file.name):
+            shutil.copyfile(file, folder / file.name)
 
 
 def _shards(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> Iterator[list[str]]:

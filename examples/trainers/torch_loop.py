@@ -45,7 +45,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             version += 1
-            client.publish(policy.state_dict(), version, directory=weights, keep_last=3)
+            client.publish(policy.state_dict(), version, directory=weights, config=policy.config, keep_last=3)
             rows.ack()  # only now: a trainer that dies before is given these rows again
             print(f"step {step}: {sampled} tokens, loss {loss:.4f}, version {version}", flush=True)
 

@@ -33,7 +33,7 @@ def train(url: str, model_dir: str, weights_dir: Path, steps: Annotated[int, typ
             with batch:
                 metrics = step(model, optimizer, batch)
                 version += 1
-                client.publish(model.state_dict(), version, directory=weights_dir, keep_last=3)
+                client.publish(model.state_dict(), version, directory=weights_dir, config=model.config, keep_last=3)
             print(f"version {version}: {metrics}")
 
 

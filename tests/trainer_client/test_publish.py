@@ -154,6 +154,51 @@ def test_a_state_dict_needs_a_directory(client: TrainerClient) -> None:
         client.publish(small_state(), 4)
 
 
+@pytest.mark.parametrize("given", ["config", "folder"])
+def test_a_version_with_a_config_is_a_checkpoint_that_from_pretrained_loads(
+    client: TrainerClient, tmp_path: Path, given: str
+) -> None:
+    """Its folder had weights alone, which engines load and nothing else."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 16}
+    model = LlamaForCausalLM(LlamaConfig(**sizes))
+    base = tmp_path / "base"
+    model.save_pretrained(base)
+    (base / "tokenizer.json").write_text("{}")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(0.5)
+    client.publish(
+        model.state_dict(), 4, directory=tmp_path, config=model.config if given == "config" else base, shard_bytes=64
+    )
+    folder = tmp_path / "version-4"
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+    assert (folder / "tokenizer.json").exists() == (given == "folder")
+    assert not (folder / "model.safetensors").exists()
+
+
+def test_weights_alone_are_pushed_and_the_reader_is_told_once_what_they_lack(
+    service: ScriptedService, client: TrainerClient, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.publish(small_state(), 4, directory=tmp_path)
+    client.publish(small_state(), 5, directory=tmp_path)
+    assert [record.message for record in caplog.records] == [
+        f"{tmp_path} gets weights alone, which engines load; for from_pretrained, publish them with config=model.config"
+    ]
+
+
+def test_a_config_that_cannot_be_one_is_refused_and_leaves_nothing(
+    service: ScriptedService, client: TrainerClient, tmp_path: Path
+) -> None:
+    with pytest.raises(UnpublishableWeights, match=r"neither a model's config nor a folder with a config\.json"):
+        client.publish(small_state(), 4, directory=tmp_path / "weights", config="some/model")
+    with pytest.raises(UnpublishableWeights, match="goes with a state dict"):
+        client.publish(tmp_path, 4, config=tmp_path)
+    assert not (tmp_path / "weights").exists() and pushes(service) == []
+
+
 def test_old_versions_are_removed_after_a_good_push(service: ScriptedService, client: TrainerClient, tmp_path: Path) -> None:
     for version in (1, 2, 3):
         write_weights(small_state(), tmp_path, version)
