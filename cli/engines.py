@@ -71,18 +71,20 @@ def add(
 
 @app.command("remove")
 def remove(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Its name in the list: HOST:PORT, or dns:NAME:PORT.")],
+    engine: Annotated[
+        str, typer.Argument(metavar="ENGINE", help="What `verbatim engines add` was given, or its name in the list.")
+    ],
     url: ServiceUrl = None,
 ) -> None:
     """Remove an engine that was added. Calls in flight finish on it.
 
     \b
-    verbatim engines remove 10.0.0.7:8000
+    verbatim engines remove http://10.0.0.7:8000
     """
     from cli.control import Control
 
-    Control(url).delete(f"/engines/{quote(name, safe='')}")
-    typer.echo(f"{name} removed; calls in flight finish on it")
+    removed = Control(url).delete(f"/engines/{quote(engine, safe='')}")
+    typer.echo(f"{removed['name']} removed; calls in flight finish on it")
 
 
 def replicas_table(found: list[dict[str, Any]]) -> Table:

@@ -20,6 +20,7 @@ from cli import (
     export,
     fork,
     generate,
+    groups,
     import_tasks,
     node,
     run,
@@ -35,7 +36,6 @@ from cli.refusal import Refusal
 app = typer.Typer(
     name="verbatim",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -57,6 +57,7 @@ app.command("import", short_help="Restore exported sessions into a service.")(ex
 tasks.app.command("import", short_help="Turn published task sets into tasks.")(import_tasks.import_tasks)
 app.add_typer(sessions.app, name="sessions", short_help="Open, list, show, reward and close sessions.")
 app.add_typer(tasks.app, name="tasks", short_help="Import, submit, watch, list and cancel tasks.")
+app.add_typer(groups.app, name="groups", short_help="List groups, and why one is not leased.")
 app.add_typer(sessions.dead_letters, name="dead-letters", short_help="Groups no longer delivered: list, retry, drop.")
 app.add_typer(engines.app, name="engines", short_help="List, add and remove engines.")
 app.add_typer(weights.app, name="weights", short_help="Push weights, show them, roll back.")

@@ -131,7 +131,7 @@ class Retention:
     async def _keep_free(self, states: list[SessionState]) -> list[SessionState]:
         if not states:
             return []
-        standings = await self._store.load_standings([state.info.session_id for state in states])
+        standings = await self._services.delivery.load_standings([state.info.session_id for state in states])
         return [state for state, standing in zip(states, standings, strict=True) if await self._is_free(state, standing)]
 
     async def _is_free(self, state: SessionState, standing: str) -> bool:

@@ -130,9 +130,11 @@ async def add_engine(services: Served, body: Annotated[NewEngine, Depends(JsonBo
     },
 )
 async def remove_engine(
-    services: Served, name: Annotated[str, Path(description="Its `name` in the list of engines.")]
+    services: Served, name: Annotated[str, Path(description="Its `name` in the list of engines, or the URL it was added with.")]
 ) -> Response:
     """It gets no more calls; those in flight finish there."""
+    with contextlib.suppress(ValueError):
+        name = parse_engine(name).name
     if not await services.engines.remove(name):
         _raise_not_removable(services, name)
     await services.pool.look()

@@ -308,6 +308,10 @@ class DeliveryStore:
         flat = await self._run("counts")
         return {state.decode(): number for state, number in zip(flat[::2], flat[1::2], strict=True)}
 
+    async def load_standings(self, session_ids: Sequence[str]) -> list[str]:
+        """Per session: announced (about to enter its group), its group's status, or none."""
+        return [standing.decode() for standing in await self._run("standings", *session_ids)]
+
     async def load_totals(self) -> Mapping[str, int]:
         """How often groups entered each state and met other events, since the store began."""
         flat = await self._redis.execute("HGETALL", GROUP_TOTALS)

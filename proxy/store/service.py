@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from proxy.errors import Conflict
 from proxy.store import keys
 from proxy.store.connection import Script, StoreConnection
-from proxy.store.delivery import PRELUDES
 from proxy.store.keys import CUTS, DELIVERY, ENGINES, PROCESSES, pack_versioned, unpack_versioned
 
 KEPT_CUTS = 1000
@@ -171,11 +170,6 @@ class RetentionStore:
         after = "-" if cursor is None else f"({cursor}"
         found = await self._redis.execute("ZRANGEBYLEX", keys.SESSIONS, after, "+", "LIMIT", 0, limit)
         return [member.decode() for member in found]
-
-    async def load_standings(self, session_ids: Sequence[str]) -> list[str]:
-        """Per session: announced (about to enter its group), its group's status, or none."""
-        found = await self._redis.run(Script.read("standings", *PRELUDES), keys.DELIVERY, tuple(session_ids))
-        return [standing.decode() for standing in found]
 
     async def is_leased(self, session_id: str) -> bool:
         """Whether the session was ever leased, which fixes its reward."""

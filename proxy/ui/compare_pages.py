@@ -11,10 +11,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.routing import APIRoute
 
+from proxy.api.groups import load_group
 from proxy.errors import NotFound
 from proxy.store.states import SessionState
 from proxy.ui.conversation import ShownMessage, list_messages, name_tool_calls, show_message
-from proxy.ui.listing import load_group
 from proxy.ui.pictures import Rewards
 from proxy.ui.rendering import page
 from proxy.ui.session_view import SessionView, summarize

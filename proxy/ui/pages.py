@@ -11,10 +11,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.routing import APIRoute
 
+from proxy.api.groups import Group, load_group, newest_groups
 from proxy.errors import NotFound
 from proxy.ui.conversation import Thread, Turn
-from proxy.ui.listing import STATUSES, SessionFilter, load_group, newest_groups, session_page
-from proxy.ui.pictures import draw_tree
+from proxy.ui.listing import STATUSES, SessionFilter, session_page
+from proxy.ui.pictures import Rewards, draw_tree
 from proxy.ui.rendering import page
 from proxy.ui.session_view import ONLY, CallFilter, SessionView, describe_call, show_turn, summarize
 from proxy.ui.shown import Shown, Ui
@@ -57,7 +58,12 @@ async def sessions(
 
 
 async def groups(request: Request, ui: Shown, q: Text = "") -> Response:
-    return page(request, "groups.html", groups=await newest_groups(ui.services, q.strip()), query={"q": q}, live=True)
+    found = [(group, rewards_of(group)) for group in await newest_groups(ui.services, q.strip())]
+    return page(request, "groups.html", groups=found, query={"q": q}, live=True)
+
+
+def rewards_of(group: Group) -> Rewards | None:
+    return Rewards.of((state.info.session_id, state.reward) for state in group.sessions)
 
 
 async def group(request: Request, ui: Shown, id: Text) -> Response:
@@ -65,7 +71,7 @@ async def group(request: Request, ui: Shown, id: Text) -> Response:
     if found is None:
         raise NotFound(f"there is no group {id}")
     live = found.closed < max(found.size, len(found.sessions))
-    return page(request, "group.html", group=found, rewards=found.rewards, live=live)
+    return page(request, "group.html", group=found, rewards=rewards_of(found), live=live)
 
 
 async def _now(ui: Ui) -> dict[str, Any]:

@@ -47,6 +47,8 @@ CONTROL = {
     ("PUT", "/sessions/{session_id}/log"): "node",
     ("GET", "/sessions/{session_id}/records"): "admin",
     ("POST", "/sessions/{session_id}/records"): "admin",
+    ("GET", "/groups"): "admin",
+    ("GET", "/groups/{group_id:path}"): "admin",
     ("GET", "/batches/dead"): "admin",
     ("POST", "/batches/dead/{group:path}/retry"): "admin",
     ("DELETE", "/batches/dead/{group:path}"): "admin",
@@ -66,7 +68,7 @@ CONTROL = {
 }
 """Every endpoint of the control side and who may call it. A new one has to be entered here."""
 
-PLACES = ("{session_id}", "{digest}", "{lease_id}", "{group:path}", "{name:path}")
+PLACES = ("{session_id}", "{digest}", "{lease_id}", "{group:path}", "{group_id:path}", "{name:path}")
 
 BODILESS = {"/batches/{lease_id}/ack", "/batches/{lease_id}/nack", "/batches/dead/{group:path}/retry"}
 """Endpoints that take POST and read no body."""

@@ -166,6 +166,8 @@ def test_each_documented_answer_is_given_and_is_as_documented(running: RunningSe
         member.ask("q")
         member.close(status, reward=1.0)
     (letter,) = walk("get", "/batches/dead", 200)["dead_letters"]
+    walk("get", "/groups", 200)
+    walk("get", "/groups/{group_id}", 200, group_id="dead")
     walk("get", "/batches", 200)
     walk("post", "/batches/dead/{group}/retry", 200, group=letter["letter_id"])
     third = running.session(group_id="dead", group_size=2)

@@ -12,7 +12,6 @@ import pytest
 from proxy.errors import Conflict
 from proxy.store.delivery import Freshness
 from proxy.store.groups import Lease, LeasedGroup, Member, PolicyLine, PolicyRows
-from proxy.store.service import RetentionStore
 from tests.proxy.store.test_delivery_rules import ALL, DROP, PARTIAL, ask, counted, failed, fill, given
 from tests.support.service.redis_server import Store
 
@@ -182,17 +181,16 @@ async def test_a_session_cannot_be_deleted_while_a_part_of_its_group_is_leased(s
 
 
 async def test_what_keeps_a_session_is_the_part_of_its_group_that_is_not_over(store: Store) -> None:
-    retention = RetentionStore(store.connection)
     await fill(store, "g", member("a", 0, b=0))
     of_b, _ = await leased(store, policy="b")
     of_default, _ = await leased(store, policy="")
     await store.delivery.ack(of_default, 11.0)
-    assert await retention.load_standings(["a"]) == ["leased"]
+    assert await store.delivery.load_standings(["a"]) == ["leased"]
     await store.delivery.nack(of_b, 11.0)
-    assert await retention.load_standings(["a"]) == ["ready"]
+    assert await store.delivery.load_standings(["a"]) == ["ready"]
     of_b, _ = await leased(store, policy="b")
     await store.delivery.ack(of_b, 12.0)
-    assert await retention.load_standings(["a"]) == ["acked"]
+    assert await store.delivery.load_standings(["a"]) == ["acked"]
 
 
 async def test_a_session_is_let_in_when_no_policy_would_be_too_far_ahead(store: Store) -> None:

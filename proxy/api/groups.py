@@ -1,0 +1,219 @@
+"""Groups over HTTP: how far each is, and why a trainer has not got it. The admin lists and looks at them; /ui shows the same groups."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Path, Query, Response
+
+from proxy.api.closing import RUN_ENDED, group_name
+from proxy.api.requests import Body, PageSize, Served, json_response, require_admin
+from proxy.errors import NotFound
+from proxy.services import Services
+from proxy.store.states import SessionState
+
+router = APIRouter(prefix="/groups", tags=["groups"], dependencies=[Depends(require_admin)], default_response_class=Response)
+
+READ_TOGETHER = 200
+GROUPS_AMONG = 1000
+"""Sessions, the newest, whose groups are listed."""
+MOST_MEMBERS = 1000
+LETTERS = 1000
+"""Dead letters, the newest, among which a reason is looked for."""
+
+Delivery = Literal["none", "announced", "filling", "ready", "leased", "acked", "dropped", "dead"]
+
+
+class MemberShape(Body):
+    session_id: str
+    status: str
+    reward: float | None
+    error: str | None
+    delivery: Delivery
+    """The status of the round that it is in: none while it is open."""
+
+
+class GroupShape(
+    Body,
+    json_schema_extra={
+        "example": {
+            "group_id": "task-7", "size": 2, "sessions": 2, "closed": 1, "failed": 0, "rewards": [1.0], "delivery": "filling",
+            "reason": "1 of 2 members has closed; 1 is open", "created_at": 1767225600.0,
+        }
+    },
+):  # fmt: skip
+    group_id: str
+    size: int
+    """Members that make it whole."""
+    sessions: int
+    closed: int
+    failed: int
+    """Closed with nothing to train on."""
+    rewards: list[float]
+    delivery: Delivery
+    """That of its newest member that is delivered or waits for it."""
+    reason: str
+    """One sentence: what it waits for, or what became of it."""
+    created_at: float
+
+
+class OneGroup(GroupShape):
+    members: list[MemberShape]
+
+
+class Groups(Body):
+    groups: list[GroupShape]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The sessions of a group. `size` is the one they were opened with."""
+
+    group_id: str
+    size: int
+    sessions: Sequence[SessionState]
+
+    @property
+    def closed(self) -> int:
+        return sum(state.closed_at is not None for state in self.sessions)
+
+    @property
+    def failed(self) -> int:
+        """Members that closed with nothing to train on. A completed one may still get a reward."""
+        return sum(has_failed(state) for state in self.sessions)
+
+    @property
+    def newest(self) -> float:
+        return max(state.info.created_at for state in self.sessions)
+
+
+def has_failed(state: SessionState) -> bool:
+    """Whether it closed with nothing to train on."""
+    unrewarded = state.status == "timeout" and state.reward is None
+    return state.closed_at is not None and (state.status not in RUN_ENDED or unrewarded)
+
+
+async def newest_groups(services: Services, text: str) -> list[Group]:
+    """The groups of the newest sessions whose ids contain the text, newest first."""
+    members: dict[str, list[SessionState]] = {}
+    cursor, searched = None, 0
+    while searched < GROUPS_AMONG:
+        states, cursor = await services.sessions.list_sessions(status=None, group_id=None, limit=READ_TOGETHER, cursor=cursor)
+        searched += len(states)
+        for state in states:
+            named = state.info.group_id
+            if named is not None and text.casefold() in named.casefold():
+                members.setdefault(named, []).append(state)
+        if cursor is None:
+            break
+    return [Group(name, max(each.info.group_size for each in states), states) for name, states in members.items()]
+
+
+async def load_group(services: Services, group_id: str) -> Group | None:
+    """The group with all its sessions, oldest first; None if it has none."""
+    states: list[SessionState] = []
+    cursor = None
+    while len(states) < MOST_MEMBERS:
+        part, cursor = await services.sessions.list_sessions(status=None, group_id=group_id, limit=READ_TOGETHER, cursor=cursor)
+        states += part
+        if cursor is None:
+            break
+    if not states:
+        return None
+    return Group(group_id, max(state.info.group_size for state in states), states[::-1])
+
+
+@router.get("", responses={200: {"model": Groups, "description": "the groups"}})
+async def list_groups(
+    services: Served,
+    limit: PageSize = 100,
+    search: Annotated[str, Query(max_length=1024, description="Only groups whose id contains this, in any case.")] = "",
+) -> Response:
+    """The groups of the thousand newest sessions, newest first. Those of older sessions are found by their id."""
+    groups = (await newest_groups(services, search))[:limit]
+    return json_response({"groups": [shown for shown, _ in await _describe_all(services, groups)]})
+
+
+@router.get("/{group_id:path}", responses={200: {"model": OneGroup, "description": "the group"}})
+async def read_group(services: Served, group_id: Annotated[str, Path(description="URL-encoded.")]) -> Response:
+    """A group with its members, oldest first."""
+    group = await load_group(services, group_id)
+    if group is None:
+        raise NotFound(f"there is no group {group_id!r}")
+    ((shown, standings),) = await _describe_all(services, [group])
+    members = [
+        {
+            "session_id": state.info.session_id,
+            "status": state.status,
+            "reward": state.reward,
+            "error": state.error,
+            "delivery": each,
+        }
+        for state, each in zip(group.sessions, standings, strict=True)
+    ]
+    return json_response({**shown, "members": members})
+
+
+async def _describe_all(services: Services, groups: Sequence[Group]) -> list[tuple[dict[str, Any], list[str]]]:
+    """Each group as the wire has it, and where the round of each member stands."""
+    ids = [state.info.session_id for group in groups for state in group.sessions]
+    standings = dict(zip(ids, await services.delivery.load_standings(ids), strict=True)) if ids else {}
+    letters: Mapping[str, str] = {}
+    if "dead" in standings.values():
+        found, _ = await services.delivery.dead_letters(LETTERS, None, None)
+        letters = {group_name(letter.group_id): letter.reason for letter in reversed(found)}
+    described = []
+    for group in groups:
+        own = [standings[state.info.session_id] for state in group.sessions]
+        described.append((_describe(group, own, letters.get(group.group_id)), own))
+    return described
+
+
+def _describe(group: Group, standings: Sequence[str], letter: str | None) -> dict[str, Any]:
+    by_age = sorted(zip(group.sessions, standings, strict=True), key=lambda pair: pair[0].info.created_at, reverse=True)
+    delivery = next((standing for _, standing in by_age if standing != "none"), "none")
+    return {
+        "group_id": group.group_id,
+        "size": group.size,
+        "sessions": len(group.sessions),
+        "closed": group.closed,
+        "failed": group.failed,
+        "rewards": [state.reward for state in group.sessions if state.reward is not None],
+        "delivery": delivery,
+        "reason": explain(group, delivery, letter),
+        "created_at": group.newest,
+    }
+
+
+def explain(group: Group, delivery: str, letter: str | None) -> str:
+    """What the group waits for, or what became of it. `letter`: the reason of its dead letter."""
+    if delivery == "dead":
+        return f"no longer delivered: {letter or 'see the dead letters'}"
+    known = {
+        "ready": "ready: waits for a trainer whose lease allows its weights",
+        "leased": "leased: a trainer has it",
+        "acked": "delivered: a trainer acknowledged it",
+        "dropped": "dropped by the group's rule: too few usable members, or equal rewards",
+    }
+    return known.get(delivery) or _explain_waiting(group)
+
+
+def _explain_waiting(group: Group) -> str:
+    counted = Counter(_find_lack(state) for state in group.sessions)
+    lacks = [f"{count} {lack}" for lack, count in counted.items() if lack]
+    missing = group.size - len(group.sessions)
+    lacks += [f"{missing} not opened yet"] if missing > 0 else []
+    usable = counted[""]
+    return f"waits: {usable} of {group.size} members usable" + (f"; {', '.join(lacks)}" if lacks else "")
+
+
+def _find_lack(state: SessionState) -> str:
+    """What keeps a member out of its group; "" if nothing does."""
+    if state.closed_at is None:
+        return state.status
+    if has_failed(state):
+        return "failed"
+    return "without a reward" if state.reward is None else ""
