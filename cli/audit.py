@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.options import ServiceUrl, SessionId
+from cli.options import AsJson, ServiceUrl, SessionId
 from cli.refusal import Refusal
+from reconstruct.extras import how_to_install
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,6 +47,7 @@ def audit(
     builder: Annotated[str, typer.Option(metavar="NAME", help="merged (one row per branch) or per_call.")] = "merged",
     tolerance: Annotated[float, typer.Option(metavar="X", help="The largest accepted difference.")] = TOLERANCE,
     url: ServiceUrl = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show a session's tree, its reward with the evaluator's feedback, its token accounting and, with a model, the error of its logprobs.
 
@@ -53,24 +56,22 @@ def audit(
 
     \b
     verbatim audit first
+    verbatim audit first --json | jq .accounting
     verbatim audit first --model /models/base --model 3=/weights/version-3 --trees
     """
     from rich.console import Console
 
     from cli.control import Control
-    from cli.feedback import print_reward
-    from cli.sessions import accounting_line, list_calls, path_of
+    from cli.sessions import list_calls, path_of
 
-    control, console, path = Control(url), Console(), path_of(session_id)
+    control, path = Control(url), path_of(session_id)
     session = control.get(path)
     calls = list_calls(control, session_id)
     exported = control.get(f"{path}/trajectories", builder=builder)
-    console.print(session_tree(session_id, calls, exported["accounting"]))
-    for line in branch_lines(calls):
-        console.print(line)
-    print_reward(console, session)
-    console.print(accounting_line(len(exported["trajectories"]), exported["accounting"]))
-    problems = accounting_problems(exported["accounting"])
+    if not as_json:
+        show(session, calls, exported)
+    differences: dict[str, Difference] = {}
+    rows: list[Trajectory] = []
     if model:
         from trainer_client.media import MediaFiles
         from trainer_client.wire import decode_trajectory
@@ -78,12 +79,60 @@ def audit(
         rows = [decode_trajectory(row) for row in exported["trajectories"]]
         media = MediaFiles.of(rows, lambda owner, digest: control.fetch(f"{path_of(owner)}/media/{digest}").content)
         differences = recompute_logprobs(rows, model, media=media, trees=trees)
+    problems = accounting_problems(exported["accounting"]) + logprob_problems(differences, tolerance)
+    if as_json:
+        print_report(session, calls, exported, differences, problems)
+    elif differences:
+        console = Console()
         console.print(differences_table(differences))
         for line in left_out_lines(rows):
             console.print(line)
-        problems += logprob_problems(differences, tolerance)
     if problems:
         raise Refusal("; ".join(problems))
+
+
+def show(session: dict[str, Any], calls: list[dict[str, Any]], exported: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from cli.feedback import print_reward
+    from cli.sessions import accounting_line
+
+    console = Console()
+    console.print(session_tree(session["session_id"], calls, exported["accounting"]))
+    for line in branch_lines(calls):
+        console.print(line)
+    print_reward(console, session)
+    console.print(accounting_line(len(exported["trajectories"]), exported["accounting"]))
+
+
+def print_report(
+    session: dict[str, Any],
+    calls: list[dict[str, Any]],
+    exported: dict[str, Any],
+    differences: dict[str, Difference],
+    problems: list[str],
+) -> None:
+    """All of it as JSON; of a call its place in the tree and its counts."""
+    from dataclasses import asdict
+
+    from cli.tables import print_json
+
+    reasons = {item["call_id"]: item["reason"] for item in exported["accounting"]["quarantined"]}
+    kept = ("call_id", "parent_id", "branch_reason", "role", "status", "finish_reason", "weight_versions", "projection")
+    tree = [
+        {name: call.get(name) for name in kept}
+        | {"prompt_tokens": len(call["prompt_ids"]), "completion_tokens": len(call["completion_ids"])}
+        | {"quarantined": reasons.get(call["call_id"])}
+        for call in calls
+    ]
+    # JSON has no NaN.
+    logprobs = {
+        name: {key: None if value != value else value for key, value in asdict(difference).items()}
+        for name, difference in differences.items()
+    }
+    rows = [{"trajectory_id": row["trajectory_id"], "call_ids": row["call_ids"]} for row in exported["trajectories"]]
+    report = {"session": session, "calls": tree, "rows": rows, "accounting": exported["accounting"]}
+    print_json({**report, "logprobs": logprobs, "problems": problems})
 
 
 def session_tree(session_id: str, calls: list[dict[str, Any]], accounting: dict[str, Any]) -> Tree:
@@ -169,7 +218,7 @@ def recompute_logprobs(
         import torch  # noqa: F401
         import transformers  # noqa: F401
     except ImportError as error:
-        raise Refusal("--model needs torch and transformers: pip install 'verbatim-rl[trainer]' transformers") from error
+        raise Refusal(f"--model needs torch and transformers: {how_to_install('trainer')} transformers") from error
 
     from trainer_client.errors import UnseenImages, VisionMismatch
     from trainer_client.recompute import load_model
@@ -181,7 +230,7 @@ def recompute_logprobs(
         try:
             loaded, vision = load_model(path)
         except (OSError, ValueError) as error:
-            raise Refusal(f"{path} is not a model that transformers can load: {error}") from error
+            raise Refusal(f"{path} is not a model that transformers can load: {error}{explain_lack(Path(path))}") from error
         try:
             if trees:
                 differences[given] = _compare_trees(loaded, batch, version, vision)
@@ -208,6 +257,13 @@ LEFT_OUT = {
     "processed": "their logprobs were taken after temperature and truncation",
     "unknown": "nothing says what their logprobs were taken from; see VERBATIM_ENGINE_LOGPROB_MODES",
 }
+
+
+def explain_lack(folder: Path) -> str:
+    """What to do about a folder that a trainer published as weights alone; otherwise nothing."""
+    if not folder.is_dir() or (folder / "config.json").exists() or not any(folder.glob("*.safetensors")):
+        return ""
+    return "; it has weights alone: publish them with config=model.config, or copy the model's config.json there"
 
 
 def _join_rows(rows: list[Trajectory], media: MediaFiles | None) -> Batch:

@@ -46,22 +46,24 @@ def node(
     redis: Annotated[str | None, typer.Option(envvar="VERBATIM_REDIS", metavar="URL", help="The Redis of the service.")] = None,
     name: Annotated[
         str | None,
-        typer.Option(envvar="VERBATIM_NODE_NAME", help="Unique, and stable across restarts. Default: the host name."),
+        typer.Option(
+            envvar="VERBATIM_NODE_NAME", metavar="NAME", help="Unique, and stable across restarts. Default: the host name."
+        ),
     ] = None,
     labels: Annotated[
         list[str] | None, typer.Option("--label", metavar="NAME=VALUE", help="A label that tasks can require. Repeatable.")
     ] = None,
-    prepare: Annotated[int, typer.Option(min=1, help="Runtimes prepared in parallel.")] = 2,
+    prepare: Annotated[int, typer.Option(metavar="N", min=1, help="Runtimes prepared in parallel.")] = 2,
     ready: Annotated[
-        int, typer.Option(min=0, help="Prepared rollouts in the warm pool. 0: each is prepared in its run slot.")
+        int, typer.Option(metavar="N", min=0, help="Prepared rollouts in the warm pool. 0: each is prepared in its run slot.")
     ] = 2,
-    run: Annotated[int, typer.Option(min=1, help="Harnesses in parallel.")] = 4,
-    evaluate: Annotated[int, typer.Option(min=1, help="Evaluations in parallel.")] = 2,
+    run: Annotated[int, typer.Option(metavar="N", min=1, help="Harnesses in parallel.")] = 4,
+    evaluate: Annotated[int, typer.Option(metavar="N", min=1, help="Evaluations in parallel.")] = 2,
     cpus: Annotated[
-        float | None, typer.Option(min=0.001, help="CPUs for all rollouts together. Default: this machine's.")
+        float | None, typer.Option(metavar="N", min=0.001, help="CPUs for all rollouts together. Default: this machine's.")
     ] = None,
     memory_mb: Annotated[
-        int | None, typer.Option(min=1, help="Memory for all rollouts together. Default: 90 % of this machine's.")
+        int | None, typer.Option(metavar="MB", min=1, help="Memory for all rollouts together. Default: 90 % of this machine's.")
     ] = None,
     service: Annotated[
         str | None,
@@ -81,15 +83,15 @@ def node(
         Path, typer.Option(envvar="VERBATIM_NODE_DIR", metavar="DIR", help="Rollout logs and runtime caches.")
     ] = Path("verbatim-node"),
     lease_seconds: Annotated[
-        float, typer.Option(min=1.0, help="A node silent for this long loses its rollouts to others.")
+        float, typer.Option(metavar="SECONDS", min=1.0, help="A node silent for this long loses its rollouts to others.")
     ] = 30.0,
     drain_seconds: Annotated[
-        float, typer.Option(min=0.0, help="How long running rollouts may continue after SIGTERM.")
+        float, typer.Option(metavar="SECONDS", min=0.0, help="How long running rollouts may continue after SIGTERM.")
     ] = 3600.0,
     log_mb: Annotated[
-        int, typer.Option(min=1, help="Logs of ended rollouts beyond this are removed, the oldest first.")
+        int, typer.Option(metavar="MB", min=1, help="Logs of ended rollouts beyond this are removed, the oldest first.")
     ] = 8192,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_level: Annotated[str, typer.Option(metavar="debug|info|warning|error", help="The least severe level to log.")] = "info",
     log_format: Annotated[
         str,
         typer.Option(envvar="VERBATIM_LOG_FORMAT", metavar="human|json", help="Lines for people, or one JSON object per line."),
@@ -277,7 +279,7 @@ def parse_proxy(url: str, flag: str) -> ProxyAddress:
 
 def make_logs_folder(data_dir: Path) -> Path:
     """Raises `Refusal`."""
-    folder = data_dir.absolute() / "logs"
+    folder = Path(os.path.abspath(data_dir)) / "logs"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

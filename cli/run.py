@@ -192,6 +192,7 @@ def attempt(
         return Outcome("failed", 1, str(error))
     stop.watch(process)
     ended = process.wait(timeout_seconds)
+    start_line()
     outcome = make_outcome(definition.name, ended.exit_code, timeout_seconds if ended.timed_out else None, stop.number)
     return outcome if stop.number is not None else replace(outcome, warning=check_version(definition, env, workdir))
 
@@ -299,6 +300,13 @@ class WaitIndicator:
             self._status.start()
         else:
             tell(sentence)
+
+
+def start_line() -> None:
+    """Begin a line on stderr if it goes where stdout goes: what the harness printed there may not have ended its own."""
+    out, err = (os.fstat(number) for number in (1, 2))
+    if os.path.samestat(out, err):
+        typer.echo(err=True)
 
 
 def tell(sentence: str) -> None:

@@ -211,10 +211,10 @@ def _check_store(settings: Settings, url: str) -> None:
         try:
             try:
                 await connection.ping()
-            except StoreUnavailable as error:
+            except StoreUnavailable:
                 # A service may start before its Redis.
                 if settings.redis_retry_seconds:
-                    log.warning("%s; waiting up to %g s for it", error.message, settings.redis_retry_seconds)
+                    log.warning("waiting up to %g s for the Redis at %s", settings.redis_retry_seconds, connection.place)
                 await connection.ping(patient=True)
             return await take_level(connection)
         finally:

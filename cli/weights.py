@@ -70,8 +70,9 @@ def push(
 @app.command("rollback")
 def rollback(
     to: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="The version to roll back to. Default: the one before.")
+        int | None, typer.Argument(metavar="VERSION", min=1, help="The version to roll back to. Default: the one before.")
     ] = None,
+    option: Annotated[int | None, typer.Option("--to", metavar="N", min=1, help="The same as VERSION.")] = None,
     mode: In = Mode.KEEP,
     model: Model = "",
     url: ServiceUrl = None,
@@ -79,13 +80,15 @@ def rollback(
     """Push an earlier checkpoint of the history again, as a new version: versions only increase.
 
     \b
-    verbatim weights rollback --to 11
+    verbatim weights rollback 11
     """
     from cli.control import Control
 
+    if to is not None and option is not None:
+        raise Refusal("the version is given twice, by itself and with --to: leave one out", exit_code=2)
     control = Control(url)
     line = load_model(control, model)
-    earlier = find_earlier(line, to)
+    earlier = find_earlier(line, to if option is None else option)
     version = int(line["current"]["version"]) + 1
     typer.echo(f"version {earlier['version']} ({earlier['path']}) becomes version {version}")
     kind = "lora" if earlier["kind"] == "lora" else "full"
@@ -136,7 +139,8 @@ def find_earlier(line: Mapping[str, Any], to: int | None) -> Mapping[str, Any]:
         if to is None and other and (state["kind"] == "lora") == (current["kind"] == "lora"):
             return _with_path(state)
     wanted = f"version {to}" if to is not None else "other checkpoint of the same kind"
-    raise Refusal(f"the history has no {wanted}")
+    known = ", ".join(str(state["version"]) for state in line["history"] if state["path"] is not None)
+    raise Refusal(f"the history has no {wanted}" + (f": choose one of {known}" if to is not None and known else ""))
 
 
 def _with_path(state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -308,7 +308,7 @@ class StoreConnection:
             kind = Lasting if code in LASTING else StoreUnavailable
             return kind(f"the Redis at {self.place} {REFUSALS[code]}")
         if isinstance(error, GONE):
-            return StoreUnavailable(f"the Redis at {self.place} does not answer: {type(error).__name__}: {error}")
+            return StoreUnavailable(f"the Redis at {self.place} does not answer: {_describe_lost(error)}")
         return None
 
     async def _open(self) -> Link:
@@ -413,6 +413,16 @@ class StoreConnection:
         if self._link is not None:
             self._link.distrust()
         return StoreUnavailable(f"the Redis at {self.place} did not answer within {self.timeout_seconds:g} s")
+
+
+def _describe_lost(error: BaseException) -> str:
+    """What the system says of it where redis-py quotes that: "connection refused" instead of "Error 111 connecting to …"."""
+    cause = error.__cause__ or error.__context__ or error
+    if not isinstance(cause, OSError) or cause.errno is None:
+        return str(error).rstrip(".")
+    # A name that cannot be resolved has a number of its own, below 0.
+    said = os.strerror(cause.errno) if cause.errno > 0 else str(cause.strerror)
+    return said[:1].lower() + said[1:]
 
 
 def _make_durability(replicas: int, aof: bool, milliseconds: int) -> Sequence[Command]:

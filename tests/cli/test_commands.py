@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from cli.node import make_logs_folder
 from cli.service import find_misspelt
 from cli.tables import make_table
 from tests.support.documents.settings_in_code import variables
@@ -106,6 +107,12 @@ def test_node_where_only_the_trainers_part_is_installed_says_what_to_install() -
     done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.strip() == "verbatim: verbatim node needs msgspec: in a clone of Verbatim, pip install '.[rollout]'"
+
+
+def test_the_folder_of_a_nodes_logs_is_named_without_dots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert make_logs_folder(Path("../node")) == tmp_path / "node" / "logs"
 
 
 def test_an_unknown_flag_is_a_usage_error() -> None:

@@ -161,6 +161,14 @@ def test_a_harness_that_does_its_task_leaves_a_completed_session(
     assert homes_left(scratch) == []
 
 
+def test_what_is_said_after_a_harness_that_ends_in_mid_line_begins_a_line(service: Serving) -> None:
+    """The last thing an agent prints, such as what curl got, often has no line end."""
+    command = (*COMMAND, "run", "--harness", "shell", "--", sys.executable, "-c", f"{ASK}print('the end', end='')")
+    variables = environment(VERBATIM_URL=service.url, VERBATIM_ADMIN_TOKEN=ADMIN)
+    done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert "the end\nverbatim: session " in done.stdout
+
+
 def test_the_session_gets_the_names_and_the_reward_that_were_given(service: Serving) -> None:
     names = ("--session-id", "named", "--task-id", "t1", "--group-id", "g1", "--group-size", "2", "--reward", "0.5")
     done = run(service, *names, *PYTHON, ASK)

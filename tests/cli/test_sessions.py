@@ -46,6 +46,18 @@ def test_a_session_is_opened_rewarded_and_closed(service: RunningService) -> Non
         assert "reward -0.5\n" in shown and "  FAILED test_four: AssertionError: IIII != IV\n" in shown and "line 19" in shown
 
 
+def test_an_audit_as_json_has_the_tree_the_rows_and_what_is_wrong(service: RunningService) -> None:
+    session = service.session(metadata={"a": 1})
+    session.ask("q")
+    session.close(reward=1.0)
+    report = json.loads(run(service, "audit", session.session_id, "--json").stdout)
+    (call,) = report["calls"]
+    (row,) = report["rows"]
+    assert row["call_ids"] == [call["call_id"]] and call["completion_tokens"] == report["accounting"]["sampled_tokens"] > 0
+    assert (call["parent_id"], call["quarantined"], report["session"]["reward"]) == (None, None, 1.0)
+    assert (report["problems"], report["logprobs"]) == ([], {})
+
+
 def test_rewards_of_calls_and_branches_are_passed_on(service: RunningService) -> None:
     session = service.session()
     session.ask("q")
