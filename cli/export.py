@@ -17,6 +17,7 @@ import typer
 
 from cli.options import ServiceUrl, find_missing
 from cli.refusal import Refusal
+from reconstruct.extras import how_to_install
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +36,7 @@ def export(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where the files go. Sessions that are already there are skipped.")],
     format: Annotated[
         str,
-        typer.Option(metavar="parquet|jsonl", help="parquet needs pyarrow: pip install 'verbatim-rl[archive]'."),
+        typer.Option(metavar="parquet|jsonl", help=f"parquet needs pyarrow: {how_to_install('archive')}."),
     ] = "parquet",
     since: Annotated[
         str | None,
@@ -76,7 +77,7 @@ def export(
     if format not in FORMATS:
         raise Refusal(f"--format {format!r} is invalid: choose one of {', '.join(FORMATS)}", exit_code=2)
     if format == "parquet" and find_missing(("pyarrow",)):
-        raise Refusal("--format parquet needs pyarrow: pip install 'verbatim-rl[archive]', or add --format jsonl")
+        raise Refusal(f"--format parquet needs pyarrow: {how_to_install('archive')}, or add --format jsonl")
     for name in status or ():
         if name not in CLOSED:
             raise Refusal(f"--status {name!r} is invalid: choose from {', '.join(CLOSED)}", exit_code=2)
@@ -89,7 +90,7 @@ def export(
             written = None if pairs is None else write_pairs(ArchiveReader(out), pairs)
         except (ArchiveError, OSError) as error:
             raise Refusal(str(error)) from error
-    typer.echo(totals.summarize(out))
+    typer.echo(totals.summarize(writer.folder))
     if written is not None:
         typer.echo(f"wrote {written} preference pairs to {pairs}")
 
@@ -262,8 +263,8 @@ def import_sessions(
 
     try:
         reader = ArchiveReader(folder)
-        if reader.manifest["format"] == "parquet" and find_missing(("pyarrow",)):
-            raise Refusal(f"{folder} is in Parquet, which needs pyarrow: pip install 'verbatim-rl[archive]'")
+        if "parquet" in reader.formats and find_missing(("pyarrow",)):
+            raise Refusal(f"{folder} is in Parquet, which needs pyarrow: {how_to_install('archive')}")
         with ArchiveApi(url) as api:
             counted = _import(api, reader, deliver, Console(stderr=True))
     except (ArchiveError, OSError) as error:

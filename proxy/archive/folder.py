@@ -5,6 +5,9 @@
 A part is written file by file, each there whole or not at all, and counts once the manifest, replaced last, lists it. The next writer
 removes what a killed one left unlisted. A session is in the folder once (`ArchiveWriter.holds`), and so is an image, in the part of the
 first session that has it. A lock on the folder admits one writer at a time.
+
+A folder whose archive has an older schema gets its further sessions in `schema-<version>` below it, an archive by itself; a reader reads
+both.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import base64
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,6 +41,8 @@ from proxy.archive.tables import (
     session_of,
 )
 
+log = logging.getLogger(__name__)
+
 Format = Literal["parquet", "jsonl"]
 FORMATS: tuple[str, ...] = get_args(Format)
 
@@ -49,6 +55,8 @@ ROW_GROUP_ROWS = 256
 """Readers of Parquet load a whole row group, and a long session's row has megabytes."""
 
 Key = tuple[str, float]
+FileSet = tuple[Path, dict[str, Any]]
+"""A folder of parts, and its manifest."""
 KNOWN_COLUMNS = ["session_id", "created_at", "reward", "per_call", "per_branch"]
 
 
@@ -61,20 +69,18 @@ class FolderBusy(ArchiveError):
 
 
 class ArchiveReader:
-    """The parts that the manifest of `folder` lists. Raises ArchiveError when there is no manifest that this build reads."""
+    """The parts that the manifests of `folder` list, those of the oldest schema first. `manifest` is that of the newest. Raises
+    ArchiveError when there is none, or one that this build does not read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        manifest = read_manifest(folder)
-        if manifest is None:
+        sets = list_sets(folder)
+        if not sets:
             raise ArchiveError(f"{folder} holds no archive: it has no {MANIFEST}")
-        self.manifest: dict[str, Any] = manifest
+        self.manifest = sets[-1][1]
+        self.formats = {manifest["format"] for _, manifest in sets}
+        self.parts = [{**part, "folder": place} for place, manifest in sets for part in manifest["parts"]]
         self._images: dict[str, int] | None = None
-
-    @property
-    def parts(self) -> list[dict[str, Any]]:
-        parts: list[dict[str, Any]] = self.manifest["parts"]
-        return parts
 
     def sessions(self) -> Iterator[ArchivedSession]:
         """Every session without its trajectories, read part by part. Raises ArchiveError for a missing or changed file."""
@@ -99,7 +105,7 @@ class ArchiveReader:
         """The session's images, from whichever parts have them."""
         wanted = set(session.get("media") or ())
         if wanted and self._images is None:
-            listed = ((at, read_digests(self.folder, part)) for at, part in enumerate(self.parts))
+            listed = ((at, read_digests(part["folder"], part)) for at, part in enumerate(self.parts))
             self._images = {digest: at for at, digests in listed for digest in digests}
         found: dict[str, bytes] = {}
         for at in sorted({(self._images or {}).get(digest, -1) for digest in wanted} - {-1}):
@@ -113,15 +119,15 @@ class ArchiveReader:
         entry = part["files"].get(table)
         if entry is None:
             return []
-        path = self.folder / entry["name"]
+        path = part["folder"] / entry["name"]
         if not path.is_file() or digest_of(path) != entry["sha256"]:
             raise ArchiveError(f"{path} is missing or was changed: its checksum is not the one in {MANIFEST}")
         return read_table(path, table)
 
 
 class KnownSessions:
-    """The sessions in a folder, by their keys, with the hash of their rewards, and the digests of its images, about a hundred bytes each.
-    Reads each part once."""
+    """The sessions in a folder, by their keys, with the hash of their rewards, and the digests of the images in its newest file set,
+    about a hundred bytes each. Reads each part once."""
 
     def __init__(self) -> None:
         self._forget()
@@ -131,16 +137,18 @@ class KnownSessions:
         self._rewards: dict[Key, int] = {}
         self._parts: set[str] = set()
 
-    def read(self, folder: Path, manifest: dict[str, Any]) -> None:
-        if self._parts - {part["files"]["sessions"]["sha256"] for part in manifest["parts"]}:
+    def read(self, sets: Sequence[FileSet]) -> None:
+        parts = [(folder, part) for folder, manifest in sets for part in manifest["parts"]]
+        if self._parts - {part["files"]["sessions"]["sha256"] for _, part in parts}:
             # The folder was moved away: what its parts hold is not in the one that took its place.
             self._forget()
-        for part in manifest["parts"]:
+        for folder, part in parts:
             if part["files"]["sessions"]["sha256"] not in self._parts:
                 path = folder / part["files"]["sessions"]["name"]
                 rows = read_table(path, "sessions", KNOWN_COLUMNS)
                 rewards = {(row["session_id"], row["created_at"]): rewards_of(row) for row in rows}
-                self.add(part, rewards, read_digests(folder, part))
+                # Each file set has the images of its own sessions.
+                self.add(part, rewards, read_digests(folder, part) if folder == sets[-1][0] else ())
 
     def add(self, part: dict[str, Any], rewards: Mapping[Key, Rewards], images: Iterable[str]) -> None:
         self._parts.add(part["files"]["sessions"]["sha256"])
@@ -161,6 +169,7 @@ class KnownSessions:
 class ArchiveWriter:
     """Adds sessions to `folder`, which it creates if missing; use it in a `with` block.
 
+    Where the folder holds an archive of an older schema, the sessions go into `schema-<version>` below it, which then is its `folder`.
     Raises FolderBusy while another process writes, and ArchiveError when the folder holds an archive of another format or builder.
     """
 
@@ -179,9 +188,13 @@ class ArchiveWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.folder)
         try:
+            sets = list_sets(self.folder)
+            earlier = [each for each in sets if each[1]["schema_version"] < SCHEMA_VERSION]
+            if earlier:
+                self.folder = self._enter_set(self.folder, earlier[-1])
             self.manifest = self._load_manifest()
             self._clear_leftovers()
-            self.known.read(self.folder, self.manifest)
+            self.known.read([*earlier, (self.folder, self.manifest)])
         except BaseException:
             # Ctrl-C in `verbatim export` too: without `__exit__` the folder would stay locked.
             self._lock.close()
@@ -248,6 +261,15 @@ class ArchiveWriter:
         text = json.dumps(self.manifest, indent=1) + "\n"
         write_whole(self.folder / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
 
+    def _enter_set(self, folder: Path, earlier: FileSet) -> Path:
+        """The folder of this build's schema below `folder`, whose sessions end with those of `earlier`."""
+        own = folder / f"schema-{SCHEMA_VERSION}"
+        if not own.exists():
+            place, manifest = earlier
+            log.warning("%s has archive schema %d: further sessions go into %s", place, manifest["schema_version"], own)
+            own.mkdir()
+        return own
+
     def _load_manifest(self) -> dict[str, Any]:
         manifest = read_manifest(self.folder)
         if manifest is None:
@@ -266,6 +288,14 @@ class ArchiveWriter:
         for name in (MANIFEST, *following):
             for path in self.folder.glob(f".{name}.*.part"):
                 path.unlink()
+
+
+def list_sets(folder: Path) -> list[FileSet]:
+    """The archive in `folder`, and those of later schemas below it, the oldest schema first. Raises as `read_manifest`."""
+    below = [path for path in folder.glob("schema-*") if path.name.removeprefix("schema-").isdecimal()]
+    places = [folder, *sorted(below, key=lambda path: int(path.name.removeprefix("schema-")))]
+    found = [(place, read_manifest(place)) for place in places]
+    return [(place, manifest) for place, manifest in found if manifest is not None]
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

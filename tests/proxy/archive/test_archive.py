@@ -688,10 +688,10 @@ def test_an_export_that_cannot_be_made_is_refused(
     assert refused.returncode == code and said in refused.stderr and "Traceback" not in refused.stderr
 
 
-def test_an_archive_of_version_1_is_imported_and_not_added_to(
-    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
+def test_an_archive_of_version_1_is_imported_and_gets_its_further_sessions_in_a_folder_below(
+    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its sessions and records are what they were, in fewer columns."""
+    """Its sessions and records are what they were, in fewer columns. An export every night failed until somebody moved the folder."""
     session_id = talked(service).session_id
     export(service, tmp_path, "--format", "jsonl")
     manifest = json.loads((tmp_path / "manifest.json").read_text())
@@ -702,11 +702,23 @@ def test_an_archive_of_version_1_is_imported_and_not_added_to(
     (tmp_path / files["sessions"]["name"]).write_text(text)
     files["sessions"]["sha256"] = hashlib.sha256(text.encode()).hexdigest()
     (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "schema_version": 1}))
-    refused = command(service, "export", "--format", "jsonl", "--out", str(tmp_path))
-    assert refused.returncode == 1 and f"whose schema_version is 1, not {SCHEMA_VERSION}" in refused.stderr
+    further = talked(service).session_id
+    below = tmp_path / f"schema-{SCHEMA_VERSION}"
+    nightly = command(service, "export", "--format", "jsonl", "--out", str(tmp_path))
+    assert nightly.returncode == 0 and f"further sessions go into {below}" in caplog.text
+    assert "exported 1 sessions" in nightly.stdout and f"to {below}; 1 were there already" in nightly.stdout
+    last = talked(service).session_id
+    again = command(service, "export", "--format", "jsonl", "--out", str(tmp_path))
+    assert (again.returncode, again.stderr) == (0, "") and "exported 1 sessions" in again.stdout
+    assert [row["session_id"] for row in table(below, "sessions")] == [further, last]
+    assert json.loads((tmp_path / "manifest.json").read_text()) == {**manifest, "schema_version": 1}
+    assert sorted(session.state["session_id"] for session in ArchiveReader(tmp_path).sessions()) == sorted(
+        [session_id, further, last]
+    )
     with elsewhere(engine, other_redis) as other:
         imported(other, tmp_path)
-        assert other.request("GET", f"/sessions/{session_id}").json()["status"] == "completed"
+        for each in (session_id, further, last):
+            assert other.request("GET", f"/sessions/{each}").json()["status"] == "completed"
 
 
 def test_of_an_old_archive_every_session_is_one_that_trainers_get(service: RunningService, tmp_path: Path) -> None:
