@@ -119,7 +119,7 @@ FAULTS = (
     ),
     Fault(
         "Logits are trained as if they were logprobs.",
-        '    if mode in NO_LOGPROBS:\n        return "logits_for_logprobs"\n',
+        '    if LOGITS in modes:\n        return "logits_for_logprobs"\n',
         "",
         "tests/reconstruct/test_details.py -k 'logits'",
     ),
