@@ -74,7 +74,9 @@ def services(
     parser: str, model: Path, redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, RunningService]]:
     """By path: the plugin, the three routes behind a relay that hides it, and the chat route."""
-    flags = ("--tool-call-parser", parser, "--trust-request-chat-template")
+    flags = ["--tool-call-parser", parser, "--trust-request-chat-template"]
+    # Mistral's reasoning parser wants tokens that only its thinking models have.
+    flags += ["--reasoning-parser", parser] if parser == "kimi_k2" else []
     with (
         running_vllm(model, tmp_path_factory.mktemp(parser), *flags) as vllm,
         RecordingRelay(vllm.url, plugin=True) as plugin,
@@ -93,6 +95,8 @@ def services(
 def test_a_tool_loop_is_served_and_its_prompts_show_the_engines_own_ids(
     services: dict[str, RunningService], parser: str, model: Path, path: str
 ) -> None:
+    # Only the template's own end of a turn: the model's other one would be another conversation.
+    other_end = AutoTokenizer.from_pretrained(model).pad_token_id
     for name in FAMILIES[parser]:
         template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
         session = services[path].session()
@@ -101,6 +105,7 @@ def test_a_tool_loop_is_served_and_its_prompts_show_the_engines_own_ids(
             extra = {
                 "chat_template": template,
                 "structured_outputs": {"regex": regex},
+                "logit_bias": {str(other_end): -100.0},
                 "chat_template_kwargs": {"enable_thinking": False},
             }
             said = session.answer(messages, tools=TOOLS, extra_body=extra, max_tokens=120)

@@ -39,6 +39,11 @@ from reconstruct.media import Ranges, collapse, find_placeholders
 GENERATE = "/inference/v1/generate"
 DERENDER = "/v1/chat/completions/derender"
 
+_PROMPT_END = 8
+"""Ids at the end of a prompt that show whether it opens the thoughts."""
+
+_encode = msgspec.json.Encoder().encode
+
 
 class BareLogprob(msgspec.Struct, gc=False):
     """As much of an entry as a record needs."""
@@ -298,27 +303,41 @@ class Parser:
     async def parse(self, choice: SampledChoice) -> Parsed:
         """The choice's whole reply. Raises VerbatimError if the engine cannot parse its own output."""
         parsed, live = await self._parse_whole(choice), choice.live
-        agrees = live is None or (live.is_prefix_of(parsed.message) and (live.has_sent or not shows_text(parsed.message)))
-        if agrees and not parsed.message.get("tool_calls"):
-            return parsed
+        if live is None or (live.is_prefix_of(parsed.message) and (live.has_sent or not shows_text(parsed.message))):
+            return await self._name_calls(choice, parsed)
         # The streaming parsers decide where the text belongs, as far as they and the parse of the whole differ: also where the reply ended
-        # before any of it was sent, so that a reply does not depend on how fast it came. And they alone tell the ids of tool calls.
-        live = live or LiveText(choice.index, choice.visible_ids)
+        # before any of it was sent, so that a reply does not depend on how fast it came.
         try:
-            message = await self._step(live, choice.finish_reason or "abort")
+            message = await self._step(live, self._job.prompt_json, choice.finish_reason or "abort")
         except VerbatimError:
-            if live.has_sent and not agrees:
+            if live.has_sent:
                 raise
             return parsed.name_calls({})
+        if live.agrees_with(parsed.message):
+            return await self._name_calls(choice, parsed)
         keep_one_call(message, self._job.request)
-        return parsed.name_calls(message) if agrees or live.agrees_with(parsed.message) else Parsed(message, parsed.logprobs)
+        return Parsed(message, parsed.logprobs)
+
+    async def _name_calls(self, choice: SampledChoice, parsed: Parsed) -> Parsed:
+        """The same with the tool-call ids that only the streaming parsers tell. They get the end of the prompt alone: a tool call above it
+        would be taken for the reply's (vLLM 0.32, Kimi)."""
+        if not parsed.message.get("tool_calls"):
+            return parsed
+        live = LiveText(choice.index, choice.visible_ids)
+        end = msgspec.Raw(_encode(self._job.prompt_ids[-_PROMPT_END:].tolist()))
+        try:
+            message = await self._step(live, end, choice.finish_reason or "abort")
+        except VerbatimError:
+            return parsed.name_calls({})
+        keep_one_call(message, self._job.request)
+        return parsed.name_calls(message)
 
     async def advance(self, live: LiveText) -> Delta | None:
         """What the pending ids make certain, None if nothing. Raises as `parse`."""
-        await self._step(live)
+        await self._step(live, self._job.prompt_json)
         return live.take_certain()
 
-    async def _step(self, live: LiveText, finish_reason: str | None = None) -> dict[str, Any]:
+    async def _step(self, live: LiveText, prompt: msgspec.Raw, finish_reason: str | None = None) -> dict[str, Any]:
         """Feed the pending ids to the streaming parsers; returns the message so far. A `finish_reason` flushes them."""
         started = time.perf_counter()
         body = {
@@ -326,7 +345,7 @@ class Parser:
             "model": self._request["model"],
             "generate_chunk": {"choices": [{"index": 0, "token_ids": live.pending, "finish_reason": finish_reason}]},
             "stream_state": live.state,
-            "prompt_token_ids": self._job.prompt_json,
+            "prompt_token_ids": prompt,
             "chat_request": self._request,
         }
         step = await self._http.ask(self._replica, DERENDER, body, _Step)
