@@ -91,7 +91,7 @@ def _count_trained(forest: Forest, row: Trajectory, refused: Mapping[str, str], 
     """Add the row's mask to the counts of its calls, and check their logprobs, modes and versions."""
     mask = row.loss_mask != 0
     logprobs = np.zeros(len(mask), dtype=np.float32)
-    versions, modes = (np.full(len(mask), _NONE, dtype=np.int64) for _ in range(2))
+    versions, modes = np.full(len(mask), _NONE, dtype=np.int64), np.full(len(mask), _NONE, dtype=np.int8)
     unsampled = mask.copy()
     for call_id in row.call_ids:
         call, start, end = forest.calls[call_id], forest.prompt_length(call_id), forest.full_length(call_id)
@@ -110,9 +110,9 @@ def _count_trained(forest: Forest, row: Trajectory, refused: Mapping[str, str], 
     claimed = np.full(len(mask), _NONE, dtype=np.int64)
     _lay_versions(claimed, row.weight_versions, 0)
     _refuse_first(np.where(mask, versions, _NONE) != claimed, last, f"row {row.trajectory_id} has a wrong weight version")
-    claimed.fill(_NONE)
-    _lay_modes(claimed, row.logprob_modes, 0)
-    _refuse_first(np.where(mask, modes, _NONE) != claimed, last, f"row {row.trajectory_id} has a wrong logprob mode")
+    claimed_modes = np.full(len(mask), _NONE, dtype=np.int8)
+    _lay_modes(claimed_modes, row.logprob_modes, 0)
+    _refuse_first(np.where(mask, modes, _NONE) != claimed_modes, last, f"row {row.trajectory_id} has a wrong logprob mode")
 
 
 def _lay_versions(versions: NDArray[np.int64], spans: Iterable[Span], start: int) -> None:
@@ -120,7 +120,7 @@ def _lay_versions(versions: NDArray[np.int64], spans: Iterable[Span], start: int
         versions[start + span.start : start + span.end] = span.version
 
 
-def _lay_modes(modes: NDArray[np.int64], spans: Iterable[ModeSpan], start: int) -> None:
+def _lay_modes(modes: NDArray[np.int8], spans: Iterable[ModeSpan], start: int) -> None:
     for span in spans:
         modes[start + span.start : start + span.end] = _CODES.get(span.mode, len(_CODES))
 
