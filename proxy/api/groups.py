@@ -36,15 +36,17 @@ class MemberShape(Body):
     """The status of the round that it is in: none while it is open."""
 
 
-class GroupShape(
-    Body,
-    json_schema_extra={
-        "example": {
-            "group_id": "task-7", "size": 2, "sessions": 2, "closed": 1, "failed": 0, "rewards": [1.0], "delivery": "filling",
-            "reason": "1 of 2 members has closed; 1 is open", "created_at": 1767225600.0,
-        }
-    },
-):  # fmt: skip
+GROUP: dict[str, Any] = {
+    **{"group_id": "task-7", "size": 2, "sessions": 2, "closed": 1, "failed": 0, "rewards": [1.0], "delivery": "filling"},
+    **{"reason": "1 of 2 members has closed; 1 is open", "created_at": 1767225600.0},
+}
+MEMBERS: list[dict[str, Any]] = [
+    {"session_id": "first", "status": "completed", "reward": 1.0, "error": None, "delivery": "filling"},
+    {"session_id": "second", "status": "open", "reward": None, "error": None, "delivery": "none"},
+]
+
+
+class GroupShape(Body, json_schema_extra={"example": GROUP}):
     group_id: str
     size: int
     """Members that make it whole."""
@@ -60,11 +62,11 @@ class GroupShape(
     created_at: float
 
 
-class OneGroup(GroupShape):
+class OneGroup(GroupShape, json_schema_extra={"example": {**GROUP, "members": MEMBERS}}):
     members: list[MemberShape]
 
 
-class Groups(Body):
+class Groups(Body, json_schema_extra={"example": {"groups": [GROUP]}}):
     groups: list[GroupShape]
 
 

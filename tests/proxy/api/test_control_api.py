@@ -74,12 +74,13 @@ class Service:
     updater: ScriptedUpdater
 
     async def session(self, session_id: str, *sampled: int, version: int = 0, **fields: Any) -> str:
-        """A session with one call of prompt 1, 2 that sampled these ids; its key."""
+        """A session with one call of prompt 1, 2 that sampled these ids, and whose reply was delivered; its key."""
         created = await self.admin.post("/sessions", json={"session_id": session_id, **fields})
         assert created.status_code == 201, created.text
         if sampled:
             made = record(f"{session_id}-c1", session_id, prompt=[1, 2], sampled=list(sampled), version=version)
             await self.services.sessions.commit(session_id, f"{session_id}-c1", {f"{session_id}-c1": made})
+            self.services.sessions.note_answered(session_id, [f"{session_id}-c1"], delivered=True)
         key: str = created.json()["api_key"]
         return key
 
@@ -252,7 +253,7 @@ async def test_calls_and_trajectories_come_as_json_msgpack_and_packed(service: S
     (call,) = plain["calls"]
     assert plain["cursor"] is None
     assert (call["call_id"], call["prompt_ids"], call["completion_ids"]) == ("s1-c1", [1, 2], [7, 8, 9])
-    assert (call["logprobs"], call["weight_versions"], call["delivered"]) == ([-0.5] * 3, [[4, 0, 3]], False)
+    assert (call["logprobs"], call["weight_versions"], call["delivered"]) == ([-0.5] * 3, [[4, 0, 3]], True)
 
     answer = (await service.admin.get(rows)).json()
     assert answer["accounting"] == {

@@ -409,6 +409,7 @@ async def test_a_rollout_that_went_on_across_versions_is_as_old_as_its_oldest_sp
         spans = (Span(3, 0, 1), Span(5, 1, 3))
         made = replace(call, node=replace(call.node, spans=spans))
         await service.services.sessions.commit("s0", "c1", {"c1": encode(made)})
+        service.services.sessions.note_answered("s0", ["c1"], delivered=True)
         await service.close("s0", "completed", reward=1.0)
         await service.services.weights.advance(WeightState(5))
         assert await service.lease(max_staleness=1) is None
