@@ -112,18 +112,18 @@ FAULTS = (
     # Records
     Fault(
         "The engine samples before the intent is written: a crash loses the call without a trace.",
-        "        found = await self._begin(turn, replica)\n        try:\n",
+        "        found, granted = await self._begin(turn, replica)\n        try:\n",
         "        find = continuation if turn.request.prompt is None else prompt_continuation\n"
-        "        found = find(turn.tree, turn.request, replica.policy)\n"
+        "        found, granted = find(turn.tree, turn.request, replica.policy), NO_SHARE\n"
         "        asyncio.ensure_future(self._begin(turn, replica))\n        try:\n",
         "tests/proxy/call/test_intent_first.py -k 'on_its_way or cannot_be_written'",
     ),
     Fault(
         "The harness hears the end of a reply before its record is stored.",
-        "        with Waiting(STORE):\n"
-        "            total = await self._sessions.commit(turn.session_id, turn.call_id, records, size)\n",
-        "        total = turn.tree.known + len(calls)\n"
-        "        asyncio.ensure_future(self._sessions.commit(turn.session_id, turn.call_id, records, size))\n",
+        "            created_at = turn.tree.info.created_at\n"
+        "            total = await self._sessions.commit(turn.session_id, turn.call_id, records, size, created_at=created_at)\n",
+        "            total = turn.tree.known + len(calls)\n"
+        "            asyncio.ensure_future(self._sessions.commit(turn.session_id, turn.call_id, records, size))\n",
         _FLOW + "'ends_only_when'",
     ),
     Fault(
@@ -163,9 +163,9 @@ FAULTS = (
         "tests/proxy/call/test_delivered.py -k 'given_up or does_not_say'",
     ),
     Fault(
-        "A reply is delivered and nobody notes it, so that a later sample of the same prompt throws it away.",
-        "        return delivered and not turn.scope.cancelled\n",
-        "        return delivered and turn.scope.cancelled\n",
+        "A reply is delivered and nobody notes it, so that it is thrown away as an attempt.",
+        "            self._services.metrics.steps.took(exchange.timeline)\n        return delivered\n",
+        "            self._services.metrics.steps.took(exchange.timeline)\n        return False\n",
         "tests/proxy/call/test_flow.py -k 'the_harness_gets_the_text'",
     ),
     Fault(
@@ -177,9 +177,10 @@ FAULTS = (
     ),
     Fault(
         "A store that is away while a call is committed is passed over, and the reply goes out unrecorded.",
-        "            total = await self._sessions.commit(turn.session_id, turn.call_id, records, size)\n",
-        "            try:\n"
-        "                total = await self._sessions.commit(turn.session_id, turn.call_id, records, size)\n"
+        "            created_at = turn.tree.info.created_at\n"
+        "            total = await self._sessions.commit(turn.session_id, turn.call_id, records, size, created_at=created_at)\n",
+        "            created_at = turn.tree.info.created_at\n            try:\n"
+        "                total = await self._sessions.commit(turn.session_id, turn.call_id, records, size, created_at=created_at)\n"
         "            except StoreUnavailable:\n"
         "                total = 0\n",
         "tests/proxy/store/test_faults.py -k 'never_takes'",
@@ -247,8 +248,8 @@ FAULTS = (
     ),
     Fault(
         "An open service answers any web page that the machine's browser shows.",
-        "        if not is_loopback(_host(named)):\n",
-        "        if not _host(named):\n",
+        '        if not is_loopback(named) or port != _address(f"//{host}", scheme)[1]:\n',
+        "        if not named:\n",
         "tests/proxy/test_auth.py",
     ),
     Fault(
@@ -357,7 +358,7 @@ FAULTS = (
     ),
     Fault(
         "A result in the prompt names a call by an id that is not there.",
-        "    tail = _after_reply(history, request.history, len(request.history))\n",
+        "    tail = _after_reply(tree, history, request.history, len(request.history))\n",
         "    tail = request.messages[found.reply_at + 1 :]\n",
         "tests/proxy/call/test_echo_policies.py -k 'name_the_calls'",
     ),

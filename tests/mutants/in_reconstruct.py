@@ -12,9 +12,7 @@ _BRIDGE = (
     "-k 'turn_end or newline or doubled or cut or refused or dropped or rewritten or repeated or never_shows'"
 )
 _MESSAGES = "tests/reconstruct/test_messages.py -k 'not any_order and not under_a_projection'"
-_RETRIES = (
-    "tests/reconstruct/test_roles_and_retries.py -k 'superseded or supersedes or both_kept or last_attempt or choices_of_one'"
-)
+_ATTEMPTS = "tests/reconstruct/test_attempts.py"
 _CODEC = "tests/reconstruct/test_codec.py -k 'flipped or truncation or schema or written or every_field'"
 
 FAULTS = (
@@ -89,15 +87,15 @@ FAULTS = (
     # What is trained
     Fault(
         "A call whose record breaks a rule (a missing logprob, spans with gaps) is trained all the same.",
-        "    except RecordError as error:\n        return error.reason\n    if call.finish_reason",
-        '    except RecordError:\n        return ""\n    if call.finish_reason',
+        '    except RecordError as error:\n        return error.reason\n    return ""\n',
+        '    except RecordError:\n        return ""\n    return ""\n',
         _ACCOUNTING,
     ),
     Fault(
-        "A reply that its harness cut and never went on from is trained as if it was whole.",
-        '    if call.finish_reason == "abort" and not any(',
-        '    if call.finish_reason == "cut" and not any(',
-        _ACCOUNTING,
+        "A reply that no harness got is trained.",
+        "            or (call.call_id in attempts and NOT_DELIVERED)\n",
+        "",
+        _ATTEMPTS,
     ),
     Fault(
         "A call that was sampled after ids that are none is trained.",
@@ -155,22 +153,22 @@ FAULTS = (
     ),
     # Retries
     Fault(
-        "A reply that never arrived and was asked for again is trained beside the one that did.",
-        "        if undelivered and call.started_at < latest:\n",
-        "        if False:\n",
-        _RETRIES,
+        "A session is incomplete for want of a reply that no harness got.",
+        "(*_LEFT_OUT, REPLAYED, NOT_DELIVERED)",
+        "(*_LEFT_OUT, REPLAYED)",
+        _ATTEMPTS,
     ),
     Fault(
-        "Samples of one prompt that were all delivered are thrown away but for the last.",
-        "        undelivered = call.call_id not in delivered and not forest.children(call.call_id)\n",
-        "        undelivered = not forest.children(call.call_id)\n",
-        _RETRIES,
+        "Samples of one prompt that a process had under way as it died are thrown away but for the last.",
+        "        and last_asked[_history_of(call)] < call.started_at + call.engine_seconds + call.own_seconds\n",
+        "        and last_asked[_history_of(call)] <= call.started_at\n",
+        _ATTEMPTS,
     ),
     Fault(
-        "A reply that the harness went on from is thrown away as superseded.",
-        "        undelivered = call.call_id not in delivered and not forest.children(call.call_id)\n",
-        "        undelivered = call.call_id not in delivered\n",
-        _RETRIES,
+        "A reply that the harness went on from is thrown away as an attempt.",
+        "if call.call_id in delivered or forest.children(call.call_id)}\n",
+        "if call.call_id in delivered}\n",
+        _ATTEMPTS,
     ),
     # The bridge
     Fault(
@@ -230,8 +228,8 @@ FAULTS = (
     ),
     Fault(
         "The ids that the service minted into tool calls are not read back: calls that look alike are taken for each other.",
-        '            named.append(identifier.split("_")[1])\n',
-        "            pass\n",
+        "    return [place[0] for place in places if place is not None]\n",
+        "    return []\n",
         _MESSAGES,
     ),
     Fault(

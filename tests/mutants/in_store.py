@@ -35,7 +35,7 @@ FAULTS = (
     ),
     Fault(
         "The intent stays behind when its call was recorded: every call looks as if it was lost.",
-        "redis.call('HDEL', KEYS[4], ARGV[1])\nnote_answers",
+        "redis.call('HDEL', KEYS[4], ARGV[2])\nnote_answers",
         "note_answers",
         _SESSIONS,
     ),
@@ -47,8 +47,8 @@ FAULTS = (
     ),
     Fault(
         "A call does not hear of what other processes recorded meanwhile, and begins a second root.",
-        "end\nreturn {now, 0, created_at, redis.call('LRANGE', KEYS[2], known, -1)}\n",
-        "end\nreturn {now, 0, created_at, redis.call('LRANGE', KEYS[2], known + 1, -1)}\n",
+        "end\nreturn {now, 0, redis.call('LRANGE', KEYS[2], known, -1)}\n",
+        "end\nreturn {now, 0, redis.call('LRANGE', KEYS[2], known + 1, -1)}\n",
         _SESSIONS,
     ),
     Fault(
