@@ -95,17 +95,16 @@ def services(
 def test_a_tool_loop_is_served_and_its_prompts_show_the_engines_own_ids(
     services: dict[str, RunningService], parser: str, model: Path, path: str
 ) -> None:
-    # Only the template's own end of a turn: the model's other one would be another conversation.
-    other_end = AutoTokenizer.from_pretrained(model).pad_token_id
+    tokenizer = AutoTokenizer.from_pretrained(model)
     for name in FAMILIES[parser]:
         template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
         session = services[path].session()
         messages: list[Any] = [{"role": "user", "content": "Open both doors."}]
-        for regex in (*CALLS[parser], "both are open"):
+        for regex, barred in zip((*CALLS[parser], "both are open"), bars(tokenizer), strict=True):
             extra = {
                 "chat_template": template,
                 "structured_outputs": {"regex": regex},
-                "logit_bias": {str(other_end): -100.0},
+                "logit_bias": {str(token): -100.0 for token in barred},
                 "chat_template_kwargs": {"enable_thinking": False},
             }
             said = session.answer(messages, tools=TOOLS, extra_body=extra, max_tokens=120)
@@ -114,11 +113,21 @@ def test_a_tool_loop_is_served_and_its_prompts_show_the_engines_own_ids(
                 {"role": "tool", "tool_call_id": call["id"], "content": "It is open."} for call in said.get("tool_calls") or ()
             ]
         assert messages[-1]["content"] == "both are open", name
+        written, spelled, _ = ({*tokenizer.convert_ids_to_tokens(call["completion_ids"])} & {*MARKUP} for call in session.calls)
+        assert written and not spelled
         assert_own_ids_are_shown(session.calls, messages, model, parser)
         rows, _ = session.trajectories()
         assert path == "chat" or len(rows) == 1, [call["branch_reason"] for call in session.calls]
         for call in session.calls:
             assert all(any(starts(row, call) for row in rows) for _ in call["completion_ids"][:1])
+
+
+def bars(tokenizer: Any) -> list[set[int]]:
+    """The ids that each turn may not sample: the first writes its markup as tokens, the second spells it. Of a turn's two ends only the
+    template's own is left: the other would be another conversation."""
+    markup, ends = set(tokenizer.convert_tokens_to_ids(list(MARKUP))), {tokenizer.eos_token_id}
+    brackets = {token for token in range(len(tokenizer)) if {*"<["} & {*tokenizer.decode([token])}}
+    return [{tokenizer.pad_token_id, *barred} for barred in (brackets - markup - ends, markup, ())]
 
 
 def starts(row: dict[str, Any], call: dict[str, Any]) -> bool:

@@ -48,6 +48,7 @@ from reconstruct.prompt import Rendering
 from reconstruct.records import Ids
 
 _RENDER = "/v1/chat/completions/render"
+_PROMPT_RENDER = "/v1/completions/render"
 _PROMPT_DERENDER = "/v1/completions/derender"
 
 TOKEN_ROUTES = (GENERATE, _RENDER, DERENDER)
@@ -193,15 +194,30 @@ class VllmTokens(EngineKind):
 
     async def _parse_one(self, replica: Replica, job: Job, parser: Parser, choice: SampledChoice) -> Parsed:
         """Also asks for the text, where a call of a tool may be unfinished in it: the parsers do not tell."""
-        if not job.request.offers_calls or choice.finish_reason != "stop":
-            return await parser.parse(choice)
+        parsing = parser.parse(choice)
+        if job.request.offers_calls and choice.finish_reason == "stop":
+            parsed, _ = await asyncio.gather(parsing, self._spell_sampled(replica, job, choice))
+        else:
+            parsed = await parsing
+        return await self._find_spelled_ids(replica, job, parser, choice, parsed) if parsed.lacks_ids else parsed
 
-        async def spell() -> None:
-            with contextlib.suppress(VerbatimError):
-                (choice.sampled_text,) = await _spell(self._http, replica, job.request.model, [choice.token_ids], before=[0])
+    async def _spell_sampled(self, replica: Replica, job: Job, choice: SampledChoice) -> None:
+        with contextlib.suppress(VerbatimError):
+            (choice.sampled_text,) = await _spell(self._http, replica, job.request.model, [choice.token_ids], before=[0])
 
-        parsed, _ = await asyncio.gather(parser.parse(choice), spell())
-        return parsed
+    async def _find_spelled_ids(
+        self, replica: Replica, job: Job, parser: Parser, choice: SampledChoice, parsed: Parsed
+    ) -> Parsed:
+        """The same with the ids of tool calls whose markup the model spelled: tokenized again, its text has the tokens that the streaming
+        parsers know. None of these ids is recorded or sampled after."""
+        model, ids = job.request.model, choice.visible_ids
+        try:
+            (text,) = await _spell(self._http, replica, model, [ids], before=[0])
+            body = {"model": model, "prompt": text, "add_special_tokens": False, "max_tokens": 1}
+            (tokenized,) = await self._http.ask(replica, _PROMPT_RENDER, body, list[_Tokenized])
+        except (VerbatimError, ValueError):
+            return parsed
+        return parsed if tokenized.token_ids == ids else await parser.find_ids(parsed, choice, tokenized.token_ids)
 
     async def _sample_text(self, replica: Replica, job: Job, stream: bool, emit: Emit) -> Outcome:
         """Emits the engine's own pieces of text."""
@@ -307,13 +323,17 @@ class _Tokenizer:
         # The real limit is set once the ids are known; the API's default would be subtracted from the window.
         body = {**self._request.forward, "model": self._request.model, "max_tokens": 1, **fields}
         try:
-            (answer,) = await self._http.ask(self._replica, "/v1/completions/render", body, list[dict[str, msgspec.Raw]])
+            (answer,) = await self._http.ask(self._replica, _PROMPT_RENDER, body, list[dict[str, msgspec.Raw]])
         except ContextTooLong as error:
             error.param = "prompt"
             raise
         except ValueError as error:
             raise EngineFailed(f"engine {self._replica.name} rendered one prompt as several") from error
         return answer
+
+
+class _Tokenized(msgspec.Struct):
+    token_ids: list[int]
 
 
 class _Spelled(msgspec.Struct):

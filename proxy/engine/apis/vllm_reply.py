@@ -40,7 +40,7 @@ GENERATE = "/inference/v1/generate"
 DERENDER = "/v1/chat/completions/derender"
 
 _PROMPT_END = 8
-"""Ids at the end of a prompt that show whether it opens the thoughts."""
+"""Ids at the end of a prompt that show whether it opens the thoughts: all that a parser needs of it to tell the ids of tool calls."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -281,6 +281,11 @@ class Parsed:
         renamed = [{**call, "id": identifier} for call, identifier in zip(calls, own, strict=True)]
         return replace(self, message={**self.message, "tool_calls": renamed}) if renamed else self
 
+    @property
+    def lacks_ids(self) -> bool:
+        """Whether it has a tool call without an id."""
+        return not all(call["id"] for call in self.message.get("tool_calls") or ())
+
 
 class _Derendered(msgspec.Struct):
     choices: list[dict[str, Any]]
@@ -304,7 +309,7 @@ class Parser:
         """The choice's whole reply. Raises VerbatimError if the engine cannot parse its own output."""
         parsed, live = await self._parse_whole(choice), choice.live
         if live is None or (live.is_prefix_of(parsed.message) and (live.has_sent or not shows_text(parsed.message))):
-            return await self._name_calls(choice, parsed)
+            return await self.find_ids(parsed, choice, choice.visible_ids)
         # The streaming parsers decide where the text belongs, as far as they and the parse of the whole differ: also where the reply ended
         # before any of it was sent, so that a reply does not depend on how fast it came.
         try:
@@ -314,16 +319,16 @@ class Parser:
                 raise
             return parsed.name_calls({})
         if live.agrees_with(parsed.message):
-            return await self._name_calls(choice, parsed)
+            return await self.find_ids(parsed, choice, choice.visible_ids)
         keep_one_call(message, self._job.request)
         return Parsed(message, parsed.logprobs)
 
-    async def _name_calls(self, choice: SampledChoice, parsed: Parsed) -> Parsed:
-        """The same with the tool-call ids that only the streaming parsers tell. They get the end of the prompt alone: a tool call above it
-        would be taken for the reply's (vLLM 0.32, Kimi)."""
+    async def find_ids(self, parsed: Parsed, choice: SampledChoice, token_ids: Sequence[int]) -> Parsed:
+        """`parsed` with the tool-call ids that only the streaming parsers tell. Given its reply as `token_ids`, many know markup only as
+        the tokens that the tokenizer has for it; the parse of the whole knows it as text, too."""
         if not parsed.message.get("tool_calls"):
             return parsed
-        live = LiveText(choice.index, choice.visible_ids)
+        live = LiveText(choice.index, token_ids)
         end = msgspec.Raw(_encode(self._job.prompt_ids[-_PROMPT_END:].tolist()))
         try:
             message = await self._step(live, end, choice.finish_reason or "abort")

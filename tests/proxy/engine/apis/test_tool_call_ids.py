@@ -6,6 +6,7 @@ its template shows.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -17,7 +18,9 @@ import pytest
 from google import genai
 from google.genai import types
 
-from tests.support.engine.scripted_engine import ScriptedEngine, logprobs_of
+from tests.support.engine.scripted_calls import SamplingCalls
+from tests.support.engine.scripted_engine import Exchange, ScriptedEngine, logprobs_of
+from tests.support.engine.scripted_sampling import Say
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session
 from tests.support.sessions.engine_ids import with_engine_ids
@@ -287,6 +290,38 @@ def test_every_dialect_shows_the_engine_its_own_ids(
     assert own in shown and first["call_id"] not in shown
     assert second["parent_id"] == first["call_id"]
     assert second["prompt_ids"] == engine.last.prompt_ids
+
+
+def test_a_call_whose_markup_the_model_spelled_has_the_id_that_it_sampled(
+    engine: ScriptedEngine, services: dict[str, list[RunningService]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's streaming parsers, which alone tell ids, know markup only as the tokens that it has; its parse of the whole reads text."""
+    family, step = engine.family, SamplingCalls._derender_step
+
+    async def step_by_tokens(self: SamplingCalls, exchange: Exchange, body: Any) -> None:
+        ids = body["generate_chunk"]["choices"][0]["token_ids"]
+        known = ids == family.encode(family.decode(ids))
+        await step(self, exchange, body if known else {**body, "chat_request": {**body["chat_request"], "tools": []}})
+
+    monkeypatch.setattr(SamplingCalls, "_derender_step", step_by_tokens)
+    session = services["token"][0].session()
+    sampled = spell_markup(engine, family.speak("", calls=[("lookup", {"key": "alpha"})]))
+    engine.reset().say(Say(token_ids=sampled), "seven")
+    reply = session.answer("look it up", tools=TOOLS)
+    session.answer([user("look it up"), reply, *results(reply, "7")], tools=TOOLS)
+    first, _ = session.calls
+    assert first["completion_ids"] == sampled
+    (own,) = first["engine_tool_call_ids"]
+    assert own == "functions.lookup:0" if family.name == "kimi" else len(own) == 9
+    assert own in family.decode(engine.last.prompt_ids)
+
+
+def spell_markup(engine: ScriptedEngine, text: str) -> list[int]:
+    """The ids of the text, whose markup is made of other tokens than it has."""
+    family = engine.family
+    parts = re.split(f"({'|'.join(map(re.escape, family.markup.tokens))})", text)
+    halves = [(part[:1], part[1:]) if part in family.markup.tokens else (part,) for part in parts]
+    return [token for half in halves for piece in half for token in family.encode(piece)]
 
 
 def test_a_call_that_the_engine_gave_no_id_has_one_that_the_strictest_template_takes(
