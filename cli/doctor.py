@@ -62,7 +62,10 @@ def doctor(
     logging.disable(logging.WARNING)
     checks = [check_version(), *check_extras(), *check_service(url)]
     checks += [check_engine(each) for each in engine or ()]
-    checks += asyncio.run(check_redis(redis)) if redis else [check_embedded_store()]
+    if redis:
+        checks += asyncio.run(check_redis(redis))
+    elif not find_missing(EXTRAS["proxy"]):
+        checks.append(check_embedded_store())
     checks += [*check_node_parts(), *check_disks(data_dir)]
     if as_json:
         print_json([{"about": c.about, "state": c.state, "found": c.found, "advice": c.advice or None} for c in checks])

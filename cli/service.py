@@ -211,10 +211,11 @@ def _check_store(settings: Settings, url: str) -> None:
         try:
             try:
                 await connection.ping()
-            except StoreUnavailable:
+            except StoreUnavailable as error:
                 # A service may start before its Redis.
                 if settings.redis_retry_seconds:
-                    log.warning("waiting up to %g s for the Redis at %s", settings.redis_retry_seconds, connection.place)
+                    why = error.message.partition(" does not answer")[2]
+                    log.warning("waiting up to %g s for the Redis at %s%s", settings.redis_retry_seconds, connection.place, why)
                 await connection.ping(patient=True)
             return await take_level(connection)
         finally:

@@ -16,6 +16,7 @@ import hashlib
 import logging
 import os
 import shutil
+import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -121,6 +122,7 @@ class StoreConnection:
         wait_aof: bool = False,
     ) -> None:
         self._address = Address.parse(url)
+        self._address.check_files()
         self.place = self._address.name
         self._max_connections = max_connections
         self.timeout_seconds = timeout_seconds
@@ -418,7 +420,8 @@ class StoreConnection:
 def _describe_lost(error: BaseException) -> str:
     """What the system says of it where redis-py quotes that: "connection refused" instead of "Error 111 connecting to …"."""
     cause = error.__cause__ or error.__context__ or error
-    if not isinstance(cause, OSError) or cause.errno is None:
+    # TLS errors have numbers of their own.
+    if not isinstance(cause, OSError) or isinstance(cause, ssl.SSLError) or cause.errno is None:
         return str(error).rstrip(".")
     # A name that cannot be resolved has a number of its own, below 0.
     said = os.strerror(cause.errno) if cause.errno > 0 else str(cause.strerror)

@@ -408,26 +408,30 @@ class Address:
         login, at, _ = parts.netloc.rpartition("@")
         return _join(parts, f"{login}{at}{_netloc(place)}", f"/{self.db}" if self.db else "")
 
+    def check_files(self) -> None:
+        """Raises ValueError for a file of TLS that is not there."""
+        for name, (path, *_) in parse_qs(urlsplit(self.url).query).items():
+            named = name in ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
+            _require(not named or os.path.exists(path), f"{name} names {path}, which is not there")
+
     def sentinel(self, place: Place) -> str:
         """The redis:// URL of the Sentinel at `place`, which has neither users nor databases."""
         return _join(urlsplit(self.url), _netloc(place), "")
 
 
 def _check_options(parts: SplitResult) -> None:
-    """Raises ValueError for an option that no connection takes, and for files that are not there."""
+    """Raises ValueError for an option that no connection takes."""
     scheme = parts.scheme.partition("+")[0]
     kind = {"redis": redis.Connection, "rediss": SSLConnection, "unix": redis.UnixDomainSocketConnection}[scheme]
     try:
         given = parse_url(SplitResult(scheme, "", "/0" if scheme != "unix" else "/", parts.query, "").geturl())
     except ValueError as error:
         raise ValueError(f"what follows ? is wrong: {error}") from error
-    options = {name: value for name, value in given.items() if name in parse_qs(parts.query)}
+    options = given.keys() & parse_qs(parts.query)
     known = {name for each in kind.__mro__ for name in inspect.signature(each).parameters} - {"self", "args", "kwargs"}
-    for name, value in options.items():
+    for name in options:
         near = "; those of TLS need rediss://" if name.startswith("ssl_") and scheme != "rediss" else ""
         _require(name in known, f"{name!r} is not an option of a connection{near}")
-        named = name in ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
-        _require(not named or os.path.exists(str(value)), f"{name} names {value}, which is not there")
 
 
 def _parse_socket(parts: SplitResult) -> Address:

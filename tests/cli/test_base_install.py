@@ -57,6 +57,7 @@ REFUSED = (
     (("tasks", "import", "harbor", ".", "--harness", "pi"), "pip install '.[rollout]'"),
     (("doctor", "--engine", "http://127.0.0.1:9"), "to fix: engine http://127.0.0.1:9"),
     (("fork", "s", "--at", "1"), "task"),
+    (("groups", "show", "none"), "no group"),
     (("weights", "push", "/none"), "no replica serves version 1"),
     (("weights", "rollback"), "the history has no"),
 )

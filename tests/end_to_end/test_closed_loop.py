@@ -12,6 +12,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from openai import APIStatusError, OpenAI
 
 from proxy.engine.in_vllm.frames import SAMPLE
 from proxy.engine.in_vllm.launch import VllmServer
-from reconstruct.records import ModeSpan, Span, pack_ids, pack_logprobs
+from reconstruct.records import RAW, UNKNOWN_MODE, ModeSpan, Span, pack_ids, pack_logprobs
 from reconstruct.trajectory import Trajectory
 from tests.support.engine.forked_vllm import run_beside_vllm
 from tests.support.engine.recording_relay import GENERATE, RecordingRelay
@@ -344,7 +345,10 @@ def test_the_chat_path_records_true_rows_too(opened: Callable[..., Session], cha
     rows, accounting = session.trajectories()
     assert balanced(accounting)
     assert accounting["quarantined"] == []
-    assert_true(rows, tiny_model)
+    assert {span.mode for row in rows for span in row.logprob_modes} == {RAW, UNKNOWN_MODE}
+    # The route does not tell what it made of the tools that were offered. This engine's parser makes no grammar of them.
+    spans = [tuple(replace(span, mode=RAW) for span in row.logprob_modes) for row in rows]
+    assert_true([replace(row, logprob_modes=modes) for row, modes in zip(rows, spans, strict=True)], tiny_model)
 
 
 def test_a_limit_beyond_the_window_is_clamped_on_both_paths(

@@ -130,7 +130,7 @@ def test_the_numbers_are_left_as_json_and_shown_as_a_table(tmp_path: Path) -> No
     with console.capture() as shown:
         console.print(verdict_table(verdict(), PUSHED))
     text = shown.get()
-    assert "2 (aborted: 2)" in text and "2.0e-06 (< 0.0001)" in text and "6 (0 to 5)" in text
+    assert "2 (not_delivered: 2)" in text and "2.0e-06 (< 0.0001)" in text and "6 (0 to 5)" in text
     assert "0:25% 1:75% (≤ 2)" in text
 
 

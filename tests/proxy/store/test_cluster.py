@@ -20,6 +20,7 @@ from redis.crc import key_slot
 from proxy.errors import StoreUnavailable
 from proxy.store import keys
 from proxy.store.cluster import REDIRECTS
+from proxy.store.connection import StoreConnection
 from proxy.store.node import Address
 from proxy.store.states import Intent, SessionInfo
 from tests.support.service.redis_server import (
@@ -407,7 +408,7 @@ def test_a_redis_url_that_makes_no_sense_is_said_in_one_sentence() -> None:
 def test_options_of_a_redis_url_are_checked_and_files_named(options: str, says: str) -> None:
     """They ended in a traceback, at the first command."""
     with pytest.raises(ValueError, match=re.escape(says)):
-        Address.parse(options)
+        StoreConnection(options)
 
 
 def test_options_that_connections_take_are_left_to_them() -> None:

@@ -344,7 +344,7 @@ def test_a_link_to_a_call_of_a_fork_shows_the_fork(service: RunningService) -> N
 def test_the_details_of_a_call_name_its_sampling_and_its_parent(service: RunningService) -> None:
     call_id = service.request("GET", "/sessions/rich/calls").json()["calls"][1]["call_id"]
     shown = page(service, f"/ui/sessions/rich/calls/{call_id}/details")
-    assert "call 1</a>" in shown and "raw_logprobs" in shown and "chat, token path" in shown
+    assert "call 1</a>" in shown and "<dt>logprobs</dt><dd>raw</dd>" in shown and "chat, token path" in shown
 
 
 def test_images_come_from_the_service_alone(service: RunningService) -> None:
