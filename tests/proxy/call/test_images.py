@@ -11,6 +11,8 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,6 +25,7 @@ from proxy.images import ImageBounds, check_image
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running
 from tests.support.engine.scripted_images import END, PAD, SEEING, START, picture, url_of
+from tests.support.engine.template_markup import Parsed
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session
 from tests.support.service.verbatim_process import ADMIN, TRAINER
@@ -184,6 +187,54 @@ def test_images_of_several_turns_and_in_tool_results_make_one_row(
     ]
     ((row,), accounting) = session.trajectories()
     assert row["media"] == calls[-1]["media"] and accounting["complete"]
+
+
+HIDING = r"""
+{%- set query = namespace(last=-1) %}
+{%- for message in messages %}{%- if message.role == 'user' %}{%- set query.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' }}
+    {{- message.content.split('</think>')[-1] if loop.index0 < query.last else message.content }}
+    {{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+"""A template that shows a thought in the content only after the latest user message."""
+
+
+@pytest.mark.parametrize("thinking", ["template", "retain"])
+def test_a_thought_in_the_content_of_a_reply_about_images_branches_or_is_retained_and_all_images_are_placed(
+    redis_server: RedisServer, tmp_path: Path, thinking: str
+) -> None:
+    """An engine leaves a thought there without a reasoning parser, and when a call turned thinking off."""
+    template = tmp_path / "hiding.jinja"
+    template.write_text(HIDING, encoding="utf-8")
+    unparsed = replace(SEEING.markup, parse=lambda text, tools, opened: Parsed(None, text))
+    family = replace(SEEING, name=f"qwen3-hiding-{thinking}", file=template, markup=unparsed)
+    with (
+        ScriptedEngine(family, most_images=4) as engine,
+        RunningService(engine.url, redis_server.url, engine_api="token", thinking=thinking) as service,
+    ):
+        session = service.session()
+        engine.say("like fire</think>red<|im_end|>", "green")
+        history: list[Any] = [user("which?", image(RED), "or", image(BLUE))]
+        history += [session.answer(history), user("and", image(WIDE))]
+        session.answer(history)
+        first, second = session.calls
+        rows, accounting = session.trajectories()
+        seen, ranges = engine.last.prompt_ids, engine.last.placeholders
+    assert history[1]["content"] == "like fire</think>red"
+    retained = thinking == "retain"
+    assert second["branch_reason"] == (None if retained else "thinking_dropped")
+    so_far = [*first["prompt_ids"], *first["completion_ids"]]
+    assert (second["prompt_ids"][: len(so_far)] == so_far) == (family.id_of("</think>") in second["prompt_ids"]) == retained
+    assert second["prompt_ids"] == seen
+    assert [each for each, _ in placed(second)] == [digest(data) for data in (RED, BLUE, WIDE)]
+    assert [(each["start"], each["length"]) for each in second["media"]] == [(at["offset"], at["length"]) for at in ranges]
+    assert len(rows) == (1 if retained else 2) and accounting["complete"]
+    assert [row["media"] for row in rows][-1] == second["media"]
+    sampled = [len(call["completion_ids"]) for call in (first, second)]
+    assert [sum(row["loss_mask"]) for row in rows] == ([sum(sampled)] if retained else sampled)
 
 
 def results_of(data: bytes, call_id: str) -> dict[str, tuple[str, dict[str, Any]]]:
