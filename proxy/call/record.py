@@ -135,8 +135,9 @@ def warn_of_renderings(replica: Replica, calls: Sequence[Call], choices: Sequenc
     if "thinking" not in replica.warned and any(split_thought(choice.message) is not None for choice in choices):
         replica.warn_once(
             "thinking",
-            "leaves the model's thinking in the content of its replies: start vLLM with --reasoning-parser. Where the chat template "
-            "hides that thinking from later turns, they branch (thinking_dropped), or keep it with VERBATIM_THINKING=retain",
+            "leaves the model's thinking in the content of its replies: start vLLM with --reasoning-parser (with one, the model thinks "
+            "although the call turned thinking off). Where the chat template hides that thinking from later turns, they branch "
+            "(thinking_dropped), or keep it with VERBATIM_THINKING=retain",
         )
 
 
