@@ -104,8 +104,13 @@ class Harness:
         timeline = Timeline(None if self._observer is None else self._observer.begin_trace(headers))
         TIMELINE.set(timeline)
         exchange = Exchange(client, headers, self._dialects[self._routes.guess_dialect(scope["path"])], timeline)
+        await self._answer(exchange, self._serve(scope, exchange))
+        await client.close()
+
+    async def _answer(self, exchange: Exchange, work: Awaitable[None]) -> None:
+        """Do the work: every error of it becomes the reply, and then the exchange is over."""
         try:
-            await self._serve(scope, exchange)
+            await work
         except VerbatimError as error:
             exchange.refuse(error, self._services.metrics)
         except RecursionError:
@@ -116,7 +121,6 @@ class Harness:
         finally:
             if self._observer is not None:
                 self._observer.end(exchange)
-        await client.close()
 
     async def drain(self, seconds: float) -> None:
         """Let calls in flight finish for `seconds`; then cut the rest: they are recorded, and their replies ended as their dialects do."""
@@ -247,20 +251,14 @@ class Harness:
         timeline.session_id = tree.info.session_id
         TIMELINE.set(timeline)
         exchange = Exchange(part, whole.headers, self._dialects[route.dialect], timeline)
-        try:
-            if part.number:
-                # The request itself counts for the first.
-                self._services.rate.admit(tree.info.session_id)
-            with self._services.slots.take(tree.info.session_id) if part.number else nullcontext():
-                await self._call(exchange, tree, route, incoming)
-        except VerbatimError as error:
-            exchange.refuse(error, self._services.metrics)
-        except Exception:
-            log.exception("a harness call failed inside the service")
-            exchange.refuse(VerbatimError("the service failed inside; its log says where"), self._services.metrics)
-        finally:
-            if self._observer is not None:
-                self._observer.end(exchange)
+        await self._answer(exchange, self._admit_part(exchange, tree, route, part, incoming))
+
+    async def _admit_part(self, exchange: Exchange, tree: SessionTree, route: Route, part: Part, incoming: Incoming) -> None:
+        if part.number:
+            # The request itself counts for the first.
+            self._services.rate.admit(tree.info.session_id)
+        with self._services.slots.take(tree.info.session_id) if part.number else nullcontext():
+            await self._call(exchange, tree, route, incoming)
 
     async def _run(self, exchange: Exchange, turn: Turn) -> None:
         answer = Answer(exchange, turn, self._services.metrics, self._settings.keepalive_seconds)
