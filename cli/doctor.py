@@ -164,6 +164,7 @@ def _check_replicas(engines: dict[str, Any]) -> Iterator[Check]:
             yield Check(about, "note", found, advice)
         else:
             yield Check(about, "ok" if replica["status"] == "serving" else "note", found)
+        yield from (Check(about, "note", note) for note in replica["notes"])
 
 
 def _check_nodes(control: Control) -> Iterator[Check]:

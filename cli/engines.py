@@ -35,6 +35,9 @@ def list_(url: ServiceUrl = None, as_json: AsJson = False) -> None:
     for policy, calls in found["waiting"].items():
         if calls:
             console.print(f"{calls} calls are waiting for a replica of {policy or 'the default policy'}", markup=False)
+    for replica in found["replicas"]:
+        for note in replica["notes"]:
+            console.print(f"{replica['name']} {note}", markup=False)
     known = {replica[key] for replica in found["replicas"] for key in ("url", "source")}
     for url in sorted({engine["url"] for engine in found["engines"]} - known):
         console.print(f"{url}: no address is known", markup=False)

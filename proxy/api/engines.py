@@ -56,13 +56,20 @@ class ReplicaShape(Body):
     status: Literal["serving", "down", "draining"]
     reason: str | None
     api: str | None
+    version: str
+    """The engine's own; empty if it does not say."""
     plugin: bool
     """Verbatim's plugin runs inside it, so that a call is one request."""
+    trainable: bool
+    """It returns token ids and logprobs."""
+    takes_weights: bool
     models: list[str]
     max_model_len: int | None
     weight_version: int | None
     in_flight: int
     max_calls: int
+    notes: list[str]
+    """What to know about it though it may serve, each a sentence that begins after its name."""
 
 
 class Engines(
@@ -175,12 +182,16 @@ def _replica_as_wire(replica: Replica) -> dict[str, Any]:
         "status": "draining" if replica.draining else "serving" if replica.healthy else "down",
         "reason": replica.reason or None,
         "api": replica.api,
+        "version": replica.version,
         "plugin": replica.plugin,
+        "trainable": replica.trainable,
+        "takes_weights": replica.updatable,
         "models": list(replica.models),
         "max_model_len": replica.max_model_len,
         "weight_version": replica.weight_version,
         "in_flight": replica.in_flight,
         "max_calls": replica.max_calls,
+        "notes": list(replica.notes.values()),
     }
 
 

@@ -125,15 +125,15 @@ def _engine_ids(sampled: engine.Sampled, choice: Choice) -> tuple[str, ...]:
 
 
 def warn_of_renderings(replica: Replica, calls: Sequence[Call], choices: Sequence[Choice]) -> None:
-    """Say once what makes calls of this replica branch that another configuration of the engine would let continue."""
+    """Note what makes calls of this replica branch that another configuration of the engine would let continue."""
     if any(call.node.branch_reason == "turn_end_unknown" for call in calls):
-        replica.warn_once(
+        replica.note(
             "turn_end_unknown",
             "renders no dialogue from which the end of a turn can be read: calls whose sampled ids the chat template would write "
             "otherwise branch (turn_end_unknown), a row each",
         )
-    if "thinking" not in replica.warned and any(split_thought(choice.message) is not None for choice in choices):
-        replica.warn_once(
+    if "thinking" not in replica.notes and any(split_thought(choice.message) is not None for choice in choices):
+        replica.note(
             "thinking",
             "leaves the model's thinking in the content of its replies: start vLLM with --reasoning-parser (with one, the model thinks "
             "although the call turned thinking off). Where the chat template hides that thinking from later turns, they branch "

@@ -88,9 +88,10 @@ class Replica:
     started with one. `policy` is the model whose pool and version line it belongs to, "" the default one. `source` says where it comes
     from: settings, api or a watched name.
 
-    `plugin`: it has this project's endpoint plugin. `updatable`: it has endpoints that take new weights. `weight_version` is None while
-    unknown; 0 is whatever the engine was started with. `logprob_mode` is None if it does not say. `draining`: it left the pool and only
-    ends its calls. `in_flight` counts this process's calls there, at most `max_calls` (0: unlimited).
+    `version` is the engine's own, "" if it does not say. `plugin`: it has this project's endpoint plugin. `updatable`: it has endpoints
+    that take new weights. `trainable`: it returns token ids and logprobs. `weight_version` is None while unknown; 0 is whatever the
+    engine was started with. `logprob_mode` is None if it does not say. `draining`: it left the pool and only ends its calls.
+    `in_flight` counts this process's calls there, at most `max_calls` (0: unlimited).
     """
 
     name: str
@@ -103,8 +104,10 @@ class Replica:
     models: tuple[str, ...] = ()
     adapter: str | None = None
     max_model_len: int | None = None
+    version: str = ""
     plugin: bool = False
     updatable: bool = False
+    trainable: bool = True
     weight_version: int | None = None
     names: tuple[str, ...] = ()
     source: str = "settings"
@@ -117,14 +120,18 @@ class Replica:
     """Why the store could not say which weights it should hold, while that keeps it from serving."""
     unordered_label: str | None = None
     """The last weight label that was not a version."""
-    warned: set[str] = field(default_factory=set)
-    """What about its renderings was logged, each once."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """What an operator should know about it though it may serve: by topic, a sentence of which it is the subject."""
 
-    def warn_once(self, what: str, message: str) -> None:
-        """Log that about this replica, once."""
-        if what not in self.warned:
-            self.warned.add(what)
-            log.warning("engine %s %s", self.name, message)
+    def note(self, topic: str, sentence: str) -> None:
+        """Tell that about this replica: in the log once, in `GET /engines` while it holds."""
+        if self.notes.get(topic) != sentence:
+            self.notes[topic] = sentence
+            log.warning("engine %s %s", self.name, sentence)
+
+    def forget_note(self, topic: str) -> None:
+        """It no longer holds."""
+        self.notes.pop(topic, None)
 
     @property
     def met(self) -> bool:

@@ -119,9 +119,12 @@ def test_an_engine_with_the_plugin_needs_no_advice_and_no_engine_is_a_fault() ->
         "plugin": True,
         "weight_version": 3,
         "reason": None,
+        "notes": [],
     }
     (check,) = _check_replicas({"replicas": [replica]})
     assert (check.state, check.found, check.advice) == ("ok", "serving, m, path token with the plugin, weights 3", "")
+    noted = list(_check_replicas({"replicas": [{**replica, "notes": ["returns no token ids"]}]}))
+    assert [(check.state, check.found) for check in noted[1:]] == [("note", "returns no token ids")]
     assert states(_check_replicas({"replicas": []})) == [("engine", "fix")]
 
 

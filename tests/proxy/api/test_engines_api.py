@@ -69,12 +69,16 @@ def test_a_replica_says_all_about_itself(engine: ScriptedEngine, redis_url: str,
             "status": "serving",
             "reason": None,
             "api": "token",
+            "version": "",
             "plugin": False,
+            "trainable": True,
+            "takes_weights": True,
             "models": ["policy"],
             "max_model_len": 8192,
             "weight_version": 0,
             "in_flight": 0,
             "max_calls": 4,
+            "notes": [],
         }
         given = service.request("GET", "/engines").json()
         assert given["engines"] == [{"name": name(engine), "url": engine.url, "policy": "judge", "source": "settings"}]

@@ -18,6 +18,7 @@ from openai import APIStatusError, InternalServerError
 
 from proxy.engine.pool.membership import replica_at
 from proxy.engine.pool.seats import rank_replicas
+from proxy.engine.replica import Replica
 from tests.support.engine.scripted_engine import Drop, Fail, Generation, Say, ScriptedEngine, logprobs_of
 from tests.support.service.running_service import RunningService, Session, hanging_up, wait_until
 
@@ -420,3 +421,16 @@ def test_a_frozen_models_calls_are_recorded_and_never_trained(frozen: str, redis
         for call in judged:
             assert call["logprobs"] == logprobs_of(call["prompt_ids"], call["completion_ids"])
             assert call["reply"]["content"] is not None and call["status"] == "finished"
+
+
+def test_a_note_is_logged_once_and_again_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
+    replica = Replica("gpu1", "http://gpu1")
+    for sentence in ("returns no token ids", "returns no token ids", "returns no logprobs"):
+        replica.note("ids", sentence)
+    assert [record.getMessage() for record in caplog.records] == [
+        "engine gpu1 returns no token ids",
+        "engine gpu1 returns no logprobs",
+    ]
+    assert replica.notes == {"ids": "returns no logprobs"}
+    replica.forget_note("ids")
+    assert replica.notes == {}
