@@ -326,13 +326,16 @@ _MARKUP = (
         ("[TOOL_CALLS]", ""),
         ("<|python_tag|>", ""),
         ("functools[", "]"),
+        ("<|tools_prefix|>", "<|tools_suffix|>"),
+        ("<longcat_tool_call>", "</longcat_tool_call>"),
     ),
     *(("<|action_start|>", "<|action_end|>"), ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")),
     *(("<|tool_call_begin|>", "<|tool_call_end|>"), ("<|tool_call_start|>", "<|tool_call_end|>")),
     *(("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"), ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")),  # noqa: RUF001
     *(("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"), ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")),  # noqa: RUF001
 )
-"""How a tool call begins and ends in the formats that vLLM 0.32 and SGLang parse (vllm/tool_parsers); "" where its arguments end it."""
+"""How a tool call begins and ends in the formats that vLLM 0.32 and SGLang parse (vllm/tool_parsers); "" where whole JSON ends it."""
+_ARGUMENTS = re.compile(r"\{|\[\s*[\{\]]")
 
 
 def has_invalid_call(request: Request, message: Mapping[str, Any], finish_reason: str, sampled: str | None = None) -> bool:
@@ -361,9 +364,21 @@ def _is_unfinished(sampled: str, calls: int) -> bool:
     """Whether the text opens more calls than it closes, or opens some of which the parser made none."""
     for opener, closer in _MARKUP:
         opened = sampled.count(opener)
-        if opened and (not calls or (closer and opened > sampled.count(closer))):
+        if opened and (not calls or not (opened <= sampled.count(closer) if closer else _has_arguments(sampled, opener))):
             return True
     return False
+
+
+def _has_arguments(sampled: str, opener: str) -> bool:
+    """Whether whole JSON follows the last opener."""
+    begun = _ARGUMENTS.search(sampled, sampled.rindex(opener) + len(opener))
+    if begun is None:
+        return False
+    try:
+        json.JSONDecoder().raw_decode(sampled, begun.start())
+    except ValueError:
+        return False
+    return True
 
 
 # Control tokens in text: what opens and closes turns for a chat template, but written by a user, a tool or an agent.

@@ -58,7 +58,8 @@ class OpenAiChat(EngineKind):
     async def sample(self, replica: Replica, job: Job, *, stream: bool, emit: Emit) -> Outcome:
         """Emits the engine's own deltas."""
         before = replica.weight_version
-        choices = [_ChoiceSoFar(index, with_entries=_wants_entries(job)) for index in range(job.request.n)]
+        offers_calls, entries = job.request.offers_calls, _wants_entries(job)
+        choices = [_ChoiceSoFar(index, with_entries=entries, with_texts=offers_calls) for index in range(job.request.n)]
         reply = _ReplySoFar(job.id_text)
         body = _body(replica, job, stream)
         with Reading(choices) as reading:
@@ -202,6 +203,11 @@ class _Logprobs(msgspec.Struct):
         return [entry.get("logprob") for entry in self.entries]
 
     @property
+    def texts(self) -> list[str]:
+        """The sampled tokens as text, or named by id."""
+        return [str(entry.get("token", _AS_ID)) for entry in self.entries]
+
+    @property
     def entries(self) -> list[dict[str, Any]]:
         """In the chat shape."""
         if self.content is not None:
@@ -220,6 +226,7 @@ def _entry(token: str, logprob: float | None, top: Mapping[str, float] | None) -
 
 class _BareEntry(msgspec.Struct, gc=False):
     logprob: float | None = None
+    token: str = _AS_ID
 
 
 class _BareLogprobs(_Logprobs):
@@ -230,6 +237,10 @@ class _BareLogprobs(_Logprobs):
     @property
     def values(self) -> list[float | None]:
         return super().values if self.content is None else [entry.logprob for entry in self.content]
+
+    @property
+    def texts(self) -> list[str]:
+        return super().texts if self.content is None else [entry.token for entry in self.content]
 
 
 class _Choice(msgspec.Struct):
@@ -287,15 +298,17 @@ class _ReplySoFar:
 
 
 class _ChoiceSoFar:
-    """One choice, put together from an answer or from the chunks of a stream."""
+    """One choice, put together from an answer or from the chunks of a stream. `with_texts`: also the text of each token."""
 
-    def __init__(self, index: int, *, with_entries: bool) -> None:
+    def __init__(self, index: int, *, with_entries: bool, with_texts: bool) -> None:
         self.index = index
         self.heard = False
         self.token_ids: list[int] | None = None
         self.logprobs: list[float | None] = []
         self.entries: list[dict[str, Any]] = []
+        self.texts: list[str] = []
         self._with_entries = with_entries
+        self._with_texts = with_texts
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.routed_experts: str | None = None
@@ -304,6 +317,12 @@ class _ChoiceSoFar:
     @property
     def has_content(self) -> bool:
         return bool(self.token_ids or self.assembly)
+
+    @property
+    def sampled_text(self) -> str | None:
+        """All that was sampled, the markup of tool calls included; None where the engine does not tell."""
+        told = len(self.texts) == len(self.token_ids or ()) and not any(text.startswith(_AS_ID) for text in self.texts)
+        return "".join(self.texts) if told else None
 
     def add(self, choice: _Choice) -> Delta:
         """Add one piece; returns it as the harness sees it, tool-call ids still the engine's."""
@@ -314,6 +333,8 @@ class _ChoiceSoFar:
         entries: list[dict[str, Any]] = []
         if choice.logprobs is not None:
             self.logprobs += choice.logprobs.values
+            if self._with_texts:
+                self.texts += choice.logprobs.texts
             if self._with_entries:
                 entries = choice.logprobs.entries
                 self.entries += entries
@@ -360,5 +381,6 @@ def _build_sampled(job: Job, choice: _ChoiceSoFar, reply: _ReplySoFar, version: 
         stop_reason=choice.stop_reason,
         message=choice.assembly.message(),
         logprob_content=choice.entries if job.request.top_logprobs is not None else None,
+        text=choice.sampled_text,
         details=details,
     )

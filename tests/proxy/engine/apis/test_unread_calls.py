@@ -175,11 +175,11 @@ def test_a_finished_reply_with_an_unfinished_call_is_marked_and_trained(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_its_parser_closed_for_the_model_is_marked(
-    engine: ScriptedEngine, token_service: RunningService, stream: bool
+    engine: ScriptedEngine, service: RunningService, stream: bool
 ) -> None:
     """The parser reads the call, and its schema takes it: only what was sampled shows that the model stopped within it."""
     tools = [{"type": "function", "function": {"name": "lookup", "parameters": KEY}}]
-    session = token_service.session()
+    session = service.session()
     whole = '<tool_call>\n{"name": "lookup", "arguments": {"key": "a"}}\n'
     engine.say(whole, f"{whole}</tool_call>")
     for question in ("one", "two"):
