@@ -110,8 +110,9 @@ class EngineKind(ABC):
         """Whether `sample` plans the prompt, instead of being given its ids."""
         return False
 
-    async def find_plugin(self, probe: Probe) -> bool:
-        """Whether the engine has this project's endpoint plugin, of a version that can be used."""
+    async def find_plugin(self, probe: Probe, replica: Replica) -> bool:
+        """Whether the engine has this project's endpoint plugin, of a version that can be used. One that is installed and cannot be used
+        leaves a note on the replica."""
         return False
 
     @abstractmethod
@@ -226,7 +227,7 @@ class EngineKinds:
                 kind = await self.detect(probe, asked)
                 replica.updatable = await kind.takes_weights(probe)
                 replica.logprob_mode = await kind.find_logprob_mode(probe) if replica.updatable else None
-                replica.plugin = await kind.find_plugin(probe)
+                replica.plugin = await kind.find_plugin(probe, replica)
                 replica.api = kind.name
         except TimeoutError as error:
             raise EngineUnavailable(f"no answer within {PROBE_TIMEOUT.total:g} seconds") from error

@@ -100,8 +100,8 @@ class VllmTokens(EngineKind):
         # Where a prompt of text goes on is found by spelling ids, for which the plugin has no route.
         return replica.plugin and request.prompt is None
 
-    async def find_plugin(self, probe: Probe) -> bool:
-        return await vllm_plugin.find_plugin(probe)
+    async def find_plugin(self, probe: Probe, replica: Replica) -> bool:
+        return await vllm_plugin.find_plugin(probe, replica)
 
     async def sample(self, replica: Replica, job: Job, *, stream: bool, emit: Emit) -> Outcome:
         if replica.plugin:

@@ -5,6 +5,7 @@ What comes of it is what the three routes of `proxy.engine.apis.vllm` give, to t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -48,6 +49,7 @@ from proxy.engine.in_vllm.frames import (
     write_after,
     write_ask,
 )
+from proxy.engine.in_vllm.internals import CHECKED
 from proxy.engine.replica import Replica
 from proxy.engine.wire.http import EngineHttp, UnknownRoute
 from proxy.errors import ContextTooLong, EngineFailed, EngineUnavailable
@@ -60,9 +62,37 @@ _NO_IDS = pack_ids(())
 _encode = msgspec.json.Encoder().encode
 
 
-async def find_plugin(probe: Probe) -> bool:
-    """Whether the engine has the plugin, with the protocol that this service speaks."""
-    return (await probe.read(ROUTE)).get("protocol") == PROTOCOL
+NOTE = "plugin"
+"""The topic of what is noted about a plugin that is installed and not used."""
+
+
+async def find_plugin(probe: Probe, replica: Replica) -> bool:
+    """Whether the engine has the plugin, with the protocol that this service speaks. Notes one that is installed and cannot be used."""
+    protocol = (await probe.read(ROUTE)).get("protocol")
+    if protocol == PROTOCOL:
+        replica.forget_note(NOTE)
+        return True
+    if protocol is not None:
+        why = f"it speaks protocol {protocol} and this service {PROTOCOL}; install the same release of Verbatim on both sides"
+    elif await _is_installed(probe):
+        version = str((await probe.read("/version")).get("version") or "")
+        why = (
+            f"it adds no routes to this vLLM {version} (it was checked with {' and '.join(CHECKED)}); the engine's log says why"
+        )
+    else:
+        replica.forget_note(NOTE)
+        return False
+    replica.note(NOTE, f"takes calls over vLLM's own routes: the plugin is installed, but {why}")
+    return False
+
+
+async def _is_installed(probe: Probe) -> bool:
+    """Whether vLLM says that it was started with the plugin; it only says so in dev mode."""
+    # The first answer may take long: vLLM collects what it can about the machine.
+    with contextlib.suppress(TimeoutError):
+        environment = (await probe.read("/server_info?config_format=json")).get("vllm_env")
+        return isinstance(environment, dict) and "verbatim" in str(environment.get("VLLM_PLUGINS"))
+    return False
 
 
 async def sample(http: EngineHttp, replica: Replica, job: Job, *, stream: bool, emit: Emit) -> Outcome:

@@ -1,17 +1,18 @@
-"""Verbatim's endpoint plugin for vLLM: the entry point, and the versions it was tested with.
+"""Verbatim's endpoint plugin for vLLM: the entry point.
 
-`vllm serve` loads it if `VLLM_PLUGINS` names `verbatim` (entry points `vllm.endpoint_plugins`). vLLM logs a plugin that cannot be
-imported and starts without it, so this module imports of vLLM only the version; what it does is in `proxy.engine.in_vllm.sampler`.
+`vllm serve` loads it if `VLLM_PLUGINS` names `verbatim` (entry points `vllm.endpoint_plugins`). What it does is in
+`proxy.engine.in_vllm.sampler`. It never decides whether vLLM starts: where it cannot run it logs one sentence and adds no routes, and the
+service uses vLLM's own.
 """
 
 from __future__ import annotations
 
-import os
+import logging
 from typing import Any
 
-TESTED = ("0.32",)
-"""The first two numbers of the versions of vLLM that the plugin was tested with."""
-UNTESTED_VARIABLE = "VERBATIM_PLUGIN_UNTESTED_VLLM"
+from proxy.engine.in_vllm.internals import find_problem
+
+log = logging.getLogger("vllm.verbatim")
 
 
 class SamplePlugin:
@@ -21,29 +22,29 @@ class SamplePlugin:
     required_tasks = ("generate",)
 
     def attach_router(self, app: Any) -> None:
-        from vllm import __version__
-
-        check_version(__version__)
-        from proxy.engine.in_vllm.sampler import add_routes
-
-        add_routes(app)
+        # Whether there is something to route to is known once the server's state is made.
+        self._app = app
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        if args.tokens_only:
-            raise RuntimeError(
-                "the plugin 'verbatim' parses replies, which --tokens-only rules out: take it out of VLLM_PLUGINS"
+        try:
+            problem = self._add_routes(engine_client, state, args)
+        except Exception as error:
+            problem = f"it cannot start: {type(error).__name__}: {error}"
+        if problem is not None:
+            log.warning(
+                "the plugin 'verbatim' adds no routes, because %s; calls take the routes of --enable-scale-out instead", problem
             )
-        from proxy.engine.in_vllm.sampler import Sampler
+
+    def _add_routes(self, engine_client: Any, state: Any, args: Any) -> str | None:
+        """Why it did not, None if it did."""
+        from vllm import __version__
+
+        if args.tokens_only:
+            return "it parses replies, which --tokens-only rules out"
+        if problem := find_problem(__version__):
+            return problem
+        from proxy.engine.in_vllm.sampler import Sampler, add_routes
 
         state.verbatim = Sampler(engine_client, state, args)
-
-
-def check_version(version: str) -> None:
-    """Raises RuntimeError for a vLLM that the plugin was not tested with, which ends vLLM's start."""
-    if ".".join(version.split(".")[:2]) in TESTED or os.environ.get(UNTESTED_VARIABLE) == "1":
-        return
-    raise RuntimeError(
-        f"the plugin 'verbatim' was tested with vLLM {', '.join(TESTED)} and not with {version}: take it out of VLLM_PLUGINS "
-        f"(the service then uses the routes of --enable-scale-out), install a release of Verbatim that knows {version}, or set "
-        f"{UNTESTED_VARIABLE}=1 to try it"
-    )
+        add_routes(self._app)
+        return None

@@ -6,6 +6,7 @@ import io
 import logging
 from argparse import Namespace
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,6 +20,7 @@ from vllm.parser import Parser
 from vllm.renderers.online_derenderer import _resolve_logprobs
 
 from proxy.engine.in_vllm.frames import Ask, Ended, Frame, Piece, Tops
+from proxy.engine.in_vllm.internals import choose
 from reconstruct.details import NO_TOKEN
 from reconstruct.records import Ids
 
@@ -35,6 +37,8 @@ class Interpreter:
         self._renderer = state.online_renderer
         self._derenderer = state.online_derenderer
         self._auto_tools: bool = args.enable_auto_tool_choice
+        # 0.32 returns no alternatives unless it is told how many.
+        self._uncut = choose(tokens._create_tokens_logprobs, num_output_top_logprobs=-1)
 
     def parser(self, body: Body) -> Parser | None:
         """The server's tool and reasoning parser for one choice; None where it has none or there are no messages."""
@@ -65,13 +69,14 @@ class Interpreter:
 
     def show_text_logprobs(self, output: CompletionOutput, shown: int) -> list[dict[str, Any]]:
         """Chat-shaped logprobs of a prompt's reply."""
-        make = self._tokens._create_text_logprobs
-        made = make(output.token_ids, output.logprobs, shown, self._tokens._logprobs_tokenizer(True))
+        make, tokenizer = self._tokens._create_text_logprobs, self._tokens._logprobs_tokenizer(True)
+        made = make(output.token_ids, _cut(output.logprobs or (), shown), tokenizer=tokenizer, **self._uncut)
         return [entry.model_dump() for entry in made.content or ()]
 
     def show_logprobs(self, ids: Sequence[int], logprobs: Sequence[Any], shown: int) -> list[dict[str, Any]]:
         """Chat-shaped logprobs of a whole chat reply."""
-        made = self._tokens._create_tokens_logprobs(ids, logprobs, shown)
+        make = self._tokens._create_tokens_logprobs
+        made = make(ids, _cut(logprobs, shown), **self._uncut)
         resolved = _resolve_logprobs(made, self._renderer.renderer.get_tokenizer())
         return [entry.model_dump() for entry in resolved.content or ()]
 
@@ -151,6 +156,11 @@ class Reply:
         experts = None if output.routed_experts is None else _to_npy(output.routed_experts)
         told = text if isinstance(self._body, ChatCompletionRequest) and self._body.tools else None
         return Ended(self._index, output.finish_reason, output.stop_reason, message, unparsed, versions, experts, shown, told)
+
+
+def _cut(entries: Sequence[Any], shown: int) -> list[Any]:
+    """The first alternatives of each position, the sampled token among them, as many as the harness is shown."""
+    return [entry and dict(islice(entry.items(), max(shown, 1))) for entry in entries]
 
 
 def _logprob_of(token: int, entry: Any) -> float:

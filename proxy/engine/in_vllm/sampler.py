@@ -3,7 +3,8 @@
 It reaches the engine only as vLLM's own handlers do: prompts are rendered by `ServingRender`, sampled by `ServingTokens` with all its
 checks, and parsed by the server's own parsers (`proxy.engine.in_vllm.reply`). The wire format is in `proxy.engine.in_vllm.frames`.
 
-Of this project it imports only this folder and `reconstruct`, so that it runs in an environment made for vLLM. Checked against vLLM 0.32.
+Of this project it imports only this folder and `reconstruct`, so that it runs in an environment made for vLLM. What it uses of vLLM is
+listed in `proxy.engine.in_vllm.internals`, with the versions.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ from proxy.engine.in_vllm.frames import (
     write_after,
     write_frame,
 )
+from proxy.engine.in_vllm.internals import choose
 from proxy.engine.in_vllm.reply import Body, Interpreter, Reply, own_logprobs
 from reconstruct.media import Ranges, collapse, find_placeholders
 from reconstruct.prompt import Parent, Prompt, Rendering, plan
@@ -124,10 +126,10 @@ class Refused(Exception):
 class RawTokens(ServingTokens):  # type: ignore[misc]
     """vLLM's handler of `/inference/v1/generate`, with all its checks, that returns the engine's own outputs."""
 
-    def serve_tokens_stream_generator(self, request: Any, results: Any, request_id: str, *_: Any) -> Any:
+    def serve_tokens_stream_generator(self, request: Any, results: Any, request_id: str, *_: Any, **__: Any) -> Any:
         return self._check(results, request_id)
 
-    async def serve_tokens_full_generator(self, request: Any, results: Any, request_id: str, *_: Any) -> Any:
+    async def serve_tokens_full_generator(self, request: Any, results: Any, request_id: str, *_: Any, **__: Any) -> Any:
         return self._check(results, request_id)
 
     async def _check(self, results: AsyncGenerator[RequestOutput, None], request_id: str) -> AsyncIterator[RequestOutput]:
@@ -160,6 +162,7 @@ class Sampler:
             state.online_renderer,
             request_logger=getattr(state.serving_render, "request_logger", None),
             return_tokens_as_token_ids=args.return_tokens_as_token_ids,
+            **choose(ServingTokens.__init__, online_derenderer=state.online_derenderer),
         )
         self._interpreter = Interpreter(self._tokens, state, args)
 

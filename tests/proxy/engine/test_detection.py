@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -13,6 +14,7 @@ from proxy.engine.apis.base import EngineKinds
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.renderer import LocalRenderer
 from proxy.engine.apis.vllm import TOKEN_ROUTES
+from proxy.engine.in_vllm.frames import PROTOCOL, ROUTE
 from proxy.engine.pool.membership import replica_at
 from proxy.engine.pool.pool import open_channels
 from proxy.engine.replica import Replica
@@ -56,6 +58,19 @@ def engine(request: pytest.FixtureRequest) -> Iterator[ScriptedEngine]:
         yield engine
         assert engine.generations == []
         assert {str(asked.body) for asked in engine.received} <= {"{}", "None"}
+
+
+class Installed(ScriptedEngine):
+    """vLLM that was started with the plugin, whose GET routes answer these."""
+
+    def __init__(self, **answers: Any) -> None:
+        super().__init__("qwen3")
+        known = {"server_info": {"vllm_env": {"VLLM_PLUGINS": ["lora", "verbatim"]}}, "version": {"version": "0.34.1"}}
+        for name, answer in {**known, **answers}.items():
+            self._routes["GET", "/" + name] = partial(self._tell, answer)
+
+    async def _tell(self, answer: Any, exchange: Exchange, body: Any) -> None:
+        await exchange.answer(answer)
 
 
 class Found(NamedTuple):
@@ -159,6 +174,35 @@ async def test_an_engine_that_is_too_busy_to_be_known_is_asked_again(status: int
                 await found(engine, "auto", False)
             engine.free = True
             assert await found(engine, "auto", False) == Found("token", True)
+
+
+NO_ROUTES = (
+    "takes calls over vLLM's own routes: the plugin is installed, but it adds no routes to this vLLM 0.34.1 "
+    "(it was checked with 0.32 and 0.33); the engine's log says why"
+)
+OTHER_PROTOCOL = (
+    f"takes calls over vLLM's own routes: the plugin is installed, but it speaks protocol {PROTOCOL + 1} and this service {PROTOCOL}; "
+    "install the same release of Verbatim on both sides"
+)
+
+
+@pytest.mark.parametrize(
+    ("answers", "plugin", "note"),
+    [
+        ({}, False, NO_ROUTES),
+        ({ROUTE.strip("/"): {"protocol": PROTOCOL + 1}}, False, OTHER_PROTOCOL),
+        ({ROUTE.strip("/"): {"protocol": PROTOCOL}}, True, None),
+        ({"server_info": {"vllm_env": {"VLLM_PLUGINS": ["lora"]}}}, False, None),
+        ({"server_info": {"vllm_env": {}}}, False, None),
+        ({"server_info": {}}, False, None),
+    ],
+)
+async def test_a_plugin_that_is_installed_and_not_used_is_noted(answers: Any, plugin: bool, note: str | None) -> None:
+    with Installed(**answers) as engine:
+        replica = replica_at(engine.url)
+        async with aiohttp.ClientSession() as http:
+            await kinds(http, False).contact(replica, "auto")
+        assert (replica.api, replica.plugin, replica.notes.get("plugin")) == ("token", plugin, note)
 
 
 async def test_an_engine_that_tells_no_models_any_more_is_not_taken_for_one_without() -> None:
