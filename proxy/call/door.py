@@ -353,7 +353,7 @@ class Harness:
             return lists.render_models(models, created)
         name = route.path["model"]
         # A model may be served without being listed: see policies.
-        window = models[name] if name in models else self._services.pool.pick(tree.info.session_id, name).max_model_len
+        window = models[name] if name in models else self._services.pool.find_window(name)
         return lists.render_model(name, window, created)
 
     async def _find_stored(self, tree: SessionTree, stores: Stores, response_id: str, action: Action) -> bytes:

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 
@@ -177,6 +177,11 @@ class EnginePool:
     def catalogue(self) -> Mapping[str, int | None]:
         """The models harnesses may ask for now, with the window of each in tokens."""
         return catalogue(self.replicas)
+
+    def find_window(self, model: str) -> int | None:
+        """The smallest window, in tokens, of any replica that may serve a call for `model`; None if none of them reports one. Raises as
+        `pick`."""
+        return _find_smallest(self.serving(self.find_policy(model)))
 
     def mark_failed(self, replica: Replica, reason: str, store_problem: str = "") -> None:
         """Send no more calls there, and visit it at once. `store_problem`: see `Standing.set_down`."""
@@ -380,11 +385,17 @@ def _unknown(model: str, replicas: Sequence[Replica], policies: Collection[str])
 
 
 def catalogue(replicas: Sequence[Replica]) -> dict[str, int | None]:
-    """The models harnesses may ask for now: the names of serving policies, then the engines' own names; each with the window in
-    tokens, None if the engine does not say."""
+    """The models harnesses may ask for now: the names of serving policies, then the engines' own names; each with the smallest window, in
+    tokens, of the replicas that have it, None if none of them reports one."""
+    having: dict[str, list[Replica]] = {}
     serving = [replica for replica in replicas if replica.healthy]
-    named = {replica.policy: replica.max_model_len for replica in serving if replica.policy}
-    return named | {name: replica.max_model_len for replica in serving for name in replica.models}
+    for name, replica in [(each.policy, each) for each in serving] + [(name, each) for each in serving for name in each.models]:
+        having.setdefault(name, []).append(replica)
+    return {name: _find_smallest(those) for name, those in having.items() if name}
+
+
+def _find_smallest(replicas: Iterable[Replica]) -> int | None:
+    return min((each.max_model_len for each in replicas if each.max_model_len is not None), default=None)
 
 
 def is_frozen(replica: Replica, model: str, frozen: Collection[str]) -> bool:

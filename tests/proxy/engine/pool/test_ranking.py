@@ -125,6 +125,14 @@ def test_the_catalogue_names_policies_and_what_their_engines_serve() -> None:
     assert catalogue(members) == {"judge": 4096, "base": None, "large": 4096}
 
 
+def test_a_models_window_is_the_smallest_that_a_call_may_land_on() -> None:
+    """Replicas of one policy may differ, one may not say, and one that is down takes no call."""
+    members = [serving("", "base") for _ in range(4)]
+    members[0].max_model_len, members[1].max_model_len, members[3].max_model_len = 8192, 4096, 1024
+    members[3].healthy = False
+    assert catalogue(members) == catalogue(members[::-1]) == {"base": 4096}
+
+
 @pytest.mark.parametrize(
     ("policy", "models", "adapter", "asked", "sent"),
     [
