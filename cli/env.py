@@ -11,7 +11,7 @@ import typer
 
 from cli.options import NewSessionId, ServiceUrl
 from cli.refusal import Refusal
-from cli.run import HarnessName, ModelName, OpenedSession, load_harness, open_session
+from cli.run import HarnessName, ModelName, OpenedSession, find_model, load_harness, open_session
 from rollout.harnesses.definition import Harness
 from rollout.harnesses.prepared import HarnessError, home_variables
 
@@ -66,10 +66,10 @@ def env(
 
 def describe(definition: Harness, session: OpenedSession, model: str | None, home: Path | None) -> dict[str, Any]:
     """The harness's settings as one JSON object; its files are written if there is a `home`."""
-    model = model or (session.first_model() if definition.takes_model else "")
+    model, limits = find_model(definition, session, model)
     place = home.absolute() if home is not None else Path.home()
     try:
-        prepared = definition.prepare(session.endpoint, model, ["{prompt}"], place)
+        prepared = definition.prepare(session.endpoint, model, ["{prompt}"], place, limits=limits)
     except HarnessError as error:
         raise Refusal(str(error)) from error
     if home is not None:

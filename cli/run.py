@@ -26,6 +26,7 @@ from cli.stop_signals import StopSignals
 from reconstruct.roles import encode_rule
 from rollout.harnesses.catalogue import load
 from rollout.harnesses.definition import Harness
+from rollout.harnesses.limits import Limits, explain_unknown_window, read_window
 from rollout.harnesses.prepared import Endpoint, HarnessError
 
 if TYPE_CHECKING:
@@ -175,9 +176,9 @@ def attempt(
 
     workdir = Path.cwd()
     try:
-        model = model or (session.first_model() if definition.takes_model else "")
+        model, limits = find_model(definition, session, model)
         prompt = words if definition.takes_command else " ".join(words)
-        prepared = definition.prepare(session.endpoint, model, prompt, home, workdir=workdir)
+        prepared = definition.prepare(session.endpoint, model, prompt, home, workdir=workdir, limits=limits)
         prepared.write(home)
         tell(f"session {session.session_id}: {definition.name}" + (f" with model {model}" if model else ""))
         env = build_environment(os.environ, prepared, home, passed)
@@ -195,6 +196,21 @@ def attempt(
     start_line()
     outcome = make_outcome(definition.name, ended.exit_code, timeout_seconds if ended.timed_out else None, stop.number)
     return outcome if stop.number is not None else replace(outcome, warning=check_version(definition, env, workdir))
+
+
+def find_model(definition: Harness, session: OpenedSession, name: str | None) -> tuple[str, Limits]:
+    """The model to ask for, empty if the harness takes none, and the limits of its calls. A window that a harness takes and nobody knows is
+    reported. Raises `Refusal` if none is named and none is listed."""
+    card: Mapping[str, Any] = {}
+    if name is None and definition.takes_model:
+        card = session.first_model()
+        name = card["id"]
+    elif definition.takes_limits:
+        card = session.describe_model(name or "") if name else session.first_model()
+    window = read_window(card)
+    if window is None and definition.takes_limits:
+        tell(explain_unknown_window(definition.name, name or ""))
+    return name or "", Limits(window)
 
 
 def check_version(definition: Harness, env: Mapping[str, str], workdir: Path) -> str | None:
@@ -364,18 +380,30 @@ class OpenedSession:
     def path(self) -> str:
         return f"/sessions/{quote(self.session_id, safe='')}"
 
-    def first_model(self) -> str:
-        """The first model of the session's model list. Raises `Refusal`."""
-        from cli.control import TIMEOUT_SECONDS
-
+    def first_model(self) -> Mapping[str, Any]:
+        """The first entry of the session's model list. Raises `Refusal`."""
         url = self.endpoint.base_urls["openai"] + "/models"
         try:
-            answer = httpx.get(url, headers={"Authorization": f"Bearer {self.endpoint.api_key}"}, timeout=TIMEOUT_SECONDS)
-            return str(answer.raise_for_status().json()["data"][0]["id"])
+            first = self._get("/models")["data"][0]
+            return {**first, "id": str(first["id"])}
         except IndexError as error:
             raise Refusal(f"{url} lists no model: no engine is up; wait for one or pass --model") from error
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
             raise Refusal(f"{url} did not list the models ({error}): pass --model") from error
+
+    def describe_model(self, name: str) -> Mapping[str, Any]:
+        """The model's entry in the session's model list; empty if the service has none now: the harness will be told why."""
+        try:
+            return {**self._get(f"/models/{quote(name)}")}
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, TypeError):
+            return {}
+
+    def _get(self, path: str) -> Any:
+        from cli.control import TIMEOUT_SECONDS
+
+        url = self.endpoint.base_urls["openai"] + path
+        answer = httpx.get(url, headers={"Authorization": f"Bearer {self.endpoint.api_key}"}, timeout=TIMEOUT_SECONDS)
+        return answer.raise_for_status().json()
 
     def close(self, status: str, *, error: str | None = None, reward: float | None = None) -> None:
         """Close the session, with retries. Raises `Refusal`."""

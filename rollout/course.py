@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any, Literal, TypeVar
@@ -26,6 +26,7 @@ from rollout.evaluation import Evaluation
 from rollout.evaluators.base import Run, shorten
 from rollout.harnesses.catalogue import find_definition
 from rollout.harnesses.definition import Harness
+from rollout.harnesses.limits import Limits, read_window
 from rollout.harnesses.prepared import UnknownBaseUrl
 from rollout.logs import AttemptLogs
 from rollout.offer import Offer
@@ -39,6 +40,7 @@ from rollout.sessions import (
     SessionFailed,
     SessionRefused,
     Sessions,
+    describe_model,
     find_first_model,
 )
 from rollout.stages import Budget, Permit, Stage, within
@@ -189,10 +191,8 @@ class Course:
         parts, session_id = self._parts, self.attempt.session_id
         # Without an engine the first call would fail and cost the attempt.
         await self._wait_for_service(budget, parts.sessions.check_ready)
-        model = self._task.model or ""
-        if not model and harness.harness.takes_model:
-            model = await self._wait_for_service(budget, lambda: find_first_model(parts.url, opened))
-        done = await harness.run(parts.url, opened, model)
+        model, limits = await self._find_model(harness.harness, opened, budget)
+        done = await harness.run(parts.url, opened, model, limits)
         # It helps people and nothing depends on it: a service of an earlier version refuses it.
         with suppress(SessionFailed):
             await parts.sessions.store_log(session_id, join_output(done.stdout, done.stderr))
@@ -201,6 +201,20 @@ class Course:
         check_run(harness, done, calls, session)
         exit_code = None if done.timed_out else done.exit_code
         return Run(session_id, exit_code, done.timed_out, done.stdout, done.stderr, calls)
+
+    async def _find_model(self, definition: Harness, opened: OpenSession, budget: Budget) -> tuple[str, Limits]:
+        """The model that the harness asks for, and the limits of its calls."""
+        url, name = self._parts.url, self._task.model or ""
+        card: Mapping[str, Any] = {}
+        if name and definition.takes_limits:
+            card = await self._wait_for_service(budget, lambda: describe_model(url, opened, name))
+        elif not name and (definition.takes_model or definition.takes_limits):
+            card = await self._wait_for_service(budget, lambda: find_first_model(url, opened))
+        window = read_window(card)
+        if window is None and definition.takes_limits:
+            self._parts.unknown_windows.note(definition.name, name or card.get("id", ""))
+        sampled = (self._task.sampling.get("max_tokens"), self._task.budgets.max_completion_tokens)
+        return name or card.get("id", ""), Limits(window, tuple(most for most in sampled if most is not None))
 
     async def _open_session(self, definition: Harness, budget: Budget) -> OpenSession:
         """Open the session and mark the rollout as running. If the rollout was lost meanwhile, delete the session: its new owner looked for

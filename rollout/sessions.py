@@ -308,13 +308,23 @@ ERROR_KINDS: Mapping[int, type[SessionFailed]] = {
 }
 
 
-async def find_first_model(url: str, opened: OpenSession) -> str:
-    """The first model in the session's list. Raises `NoAnswer` while the list is empty, and `SessionFailed`."""
+async def find_first_model(url: str, opened: OpenSession) -> Mapping[str, Any]:
+    """The first entry of the session's model list. Raises `NoAnswer` while the list is empty, and `SessionFailed`."""
     answer = await _request(url, opened, "GET", "models", None)
     try:
-        return str(answer["data"][0]["id"])
+        return {**answer["data"][0], "id": str(answer["data"][0]["id"])}
     except (KeyError, IndexError, TypeError) as error:
         raise NoAnswer(f"{url} names no model: no engine is up; wait for one, or give the task a model") from error
+
+
+async def describe_model(url: str, opened: OpenSession, name: str) -> Mapping[str, Any]:
+    """The model's entry in the session's list; empty if the service refuses to say: the harness will be told why. Raises `NoAnswer`."""
+    try:
+        return {**await _request(url, opened, "GET", f"models/{quote(name)}", None)}
+    except NoAnswer:
+        raise
+    except (SessionFailed, TypeError, ValueError):
+        return {}
 
 
 class Judge:

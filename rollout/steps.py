@@ -6,7 +6,7 @@ import asyncio
 import logging
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +16,7 @@ import httpx
 
 from rollout.attempts import Failure, RolloutFailed
 from rollout.harnesses.definition import Harness
+from rollout.harnesses.limits import Limits, UnknownWindows
 from rollout.harnesses.prepared import Endpoint, Prepared, home_variables, temporary_directory
 from rollout.logs import AttemptLogs
 from rollout.runtimes.base import Executed, Install, Installed, NetworkRefused, ProxyAddress, Runtime, RuntimeKind
@@ -53,6 +54,7 @@ class NodeParts:
     stages: Stages
     kinds: Mapping[str, RuntimeKind]
     logs: Path
+    unknown_windows: UnknownWindows = field(default_factory=UnknownWindows)
 
 
 async def carry_out(steps: Sequence[PrepareStep], runtime: Runtime, env: Mapping[str, str], logs: AttemptLogs) -> None:
@@ -156,7 +158,7 @@ class HarnessRun:
         for skill in self.task.harness.skills:
             await _upload(skill, str(folder / skill.path), self.runtime)
 
-    async def run(self, service_url: str, opened: OpenSession, model: str) -> Executed:
+    async def run(self, service_url: str, opened: OpenSession, model: str, limits: Limits) -> Executed:
         """Run the harness against its session, within the agent's budget. Raises `RolloutFailed` if it could not be started."""
         # The service's own address may mean nothing inside the runtime.
         inside = self.runtime.map_url(service_url).rstrip("/")
@@ -169,6 +171,7 @@ class HarnessRun:
             home,
             workdir=Path(self.runtime.workdir),
             servers=self.task.harness.mcp_servers,
+            limits=limits,
         )
         for path, text in prepared.files.items():
             await self.runtime.upload(str(home / path), text.encode(), mode=0o600)

@@ -9,6 +9,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from reconstruct.roles import RoleRule
+from rollout.harnesses.limits import NAMES as LIMITS
+from rollout.harnesses.limits import UNKNOWN, Limits
 from rollout.harnesses.mcp import McpForm, parse_form
 from rollout.harnesses.prepared import (
     BASE_URL,
@@ -23,6 +25,7 @@ from rollout.harnesses.prepared import (
     check,
     fill,
     fill_file,
+    lacks_limit,
     uses,
     uses_base_url,
 )
@@ -128,6 +131,11 @@ class Harness:
     def takes_model(self) -> bool:
         return any(uses(text, "model") for _, text in self._list_texts())
 
+    @property
+    def takes_limits(self) -> bool:
+        """Whether it is configured with the window, or with a limit that is derived from it."""
+        return any(uses(text, name) for _, text in self._list_texts() for name in LIMITS)
+
     def prepare(
         self,
         endpoint: Endpoint,
@@ -137,16 +145,18 @@ class Harness:
         *,
         workdir: Path | None = None,
         servers: Sequence[McpServer] = (),
+        limits: Limits = UNKNOWN,
     ) -> Prepared:
         """The harness ready to run in `workdir` (default: the current directory) with `home` as its home.
 
         Several words are joined with spaces to the prompt; a harness that takes a command runs them as the command, and a single text as
-        a line of `sh`. `servers` are MCP servers that `check_accepted` has accepted. Raises `UnknownBaseUrl`."""
+        a line of `sh`. `servers` are MCP servers that `check_accepted` has accepted. Words, variables and lines that need one of `limits`
+        which is unknown are left out. Raises `UnknownBaseUrl`."""
         words = [prompt] if isinstance(prompt, str) else list(prompt)
         values = {**endpoint.base_urls, **{BASE_URL + name: url for name, url in endpoint.base_urls.items()}}
         values |= {"api_key": endpoint.api_key, "model": model, "prompt": " ".join(words)}
-        values |= {"home": str(home), "workdir": str(workdir or Path.cwd())}
-        argv = tuple(fill(text, values) for text in self.argv)
+        values |= {"home": str(home), "workdir": str(workdir or Path.cwd()), **limits.values()}
+        argv = tuple(fill(text, values) for text in self.argv if not lacks_limit(text, values))
         files = {path: fill_file(path, text, values) for path, text in self.files.items()}
         if self.takes_command and isinstance(prompt, str):
             argv = ("sh", "-c", prompt)
@@ -158,7 +168,7 @@ class Harness:
             files[self.mcp.file] = self.mcp.write(files.get(self.mcp.file, ""), servers)
         return Prepared(
             argv=argv,
-            env={name: fill(text, values) for name, text in self.variables.items()},
+            env={name: fill(text, values) for name, text in self.variables.items() if not lacks_limit(text, values)},
             files=files,
             unset=self.unset,
             stdin=values["prompt"].encode() if self.stdin == "prompt" else b"",

@@ -22,6 +22,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollout.harnesses import limits
+
 MOST_BYTES = 128 * 1024 - 1
 """The longest argument or environment variable Linux passes to a command (MAX_ARG_STRLEN), without its closing null byte."""
 
@@ -148,15 +150,20 @@ class CannotStart(HarnessError):
 
 # Placeholders: `{name}` with a known name, or `{base_url:NAME}`, is replaced by a value of the run; other braces, as in JSON and code,
 # stay. `{{name}}` gives a literal `{name}`, and `${name}` is the shell's. Values are not filled in again: braces in a prompt stay.
+# A limit may be unknown: `{window:131072}` then stands for 131072, and what uses `{window}` or `{window/1048576}` (the window as a
+# fraction of that) is left out: a word, a variable, or a line of a file.
 
 
-NAMES = ("openai", "anthropic", "gemini", "api_key", "model", "prompt", "home", "workdir")
+NAMES = ("openai", "anthropic", "gemini", "api_key", "model", "prompt", "home", "workdir", *limits.NAMES)
 BASE_URL = "base_url:"
 """Before the name of a base URL of the session. The built-in dialects' also go by their names alone; only the service knows all names."""
 
 _URLS = ("openai", "anthropic", "gemini", BASE_URL)
 
-_PLACEHOLDER = re.compile(r"\{\{(?P<literal>[a-z_]+)\}\}|(?<!\$)\{(?P<name>base_url:[A-Za-z0-9._-]+|[a-z_]+)\}")
+_PLACEHOLDER = re.compile(
+    r"\{\{(?P<literal>[a-z_]+)\}\}|(?<!\$)\{(?P<name>base_url:[A-Za-z0-9._-]+|[a-z_]+)\}"
+    rf"|(?<!\$)\{{(?P<limit>{'|'.join(limits.NAMES)})(?::(?P<default>[0-9]+)|/(?P<whole>[1-9][0-9]*))\}}"
+)
 _QUOTED_FORMATS = (".json", ".toml", ".yaml")
 _NO_ASCII = re.compile(r"[^ -~]")
 
@@ -173,7 +180,13 @@ def check(text: str, where: str) -> None:
 
 
 def uses(text: str, name: str) -> bool:
-    return any(found["name"] == name for found in _PLACEHOLDER.finditer(text))
+    return any(name in (found["name"], found["limit"]) for found in _PLACEHOLDER.finditer(text))
+
+
+def lacks_limit(text: str, values: Mapping[str, str]) -> bool:
+    """Whether the text needs a limit that `values` does not have."""
+    needed = [found["name"] or found["limit"] for found in _PLACEHOLDER.finditer(text) if found["default"] is None]
+    return any(name in limits.NAMES and name not in values for name in needed)
 
 
 def uses_base_url(text: str) -> bool:
@@ -181,20 +194,28 @@ def uses_base_url(text: str) -> bool:
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """`text` with every placeholder replaced; `values` has all of `NAMES` and the session's base URLs. Raises `UnknownBaseUrl`."""
-    return _PLACEHOLDER.sub(lambda found: f"{{{found['literal']}}}" if found["literal"] else _find(found["name"], values), text)
+    """`text` with every placeholder replaced; `values` has all of `NAMES` but unknown limits, and the session's base URLs. Raises
+    `UnknownBaseUrl`."""
+    return _PLACEHOLDER.sub(lambda found: _find(found, values), text)
 
 
-def _find(name: str, values: Mapping[str, str]) -> str:
-    if name not in values:
+def _find(found: re.Match[str], values: Mapping[str, str]) -> str:
+    if found["literal"]:
+        return f"{{{found['literal']}}}"
+    if found["whole"]:
+        return f"{min(1.0, int(values[found['limit']]) / int(found['whole'])):.6f}"
+    if found["limit"]:
+        return values.get(found["limit"], found["default"])
+    if (name := found["name"]) not in values:
         known = ", ".join(sorted(each.removeprefix(BASE_URL) for each in values if each.startswith(BASE_URL)))
         raise UnknownBaseUrl(f"{{{name}}}: the service has no such base URL; it has {known}")
     return values[name]
 
 
 def fill_file(path: str, text: str, values: Mapping[str, str]) -> str:
-    """`fill` for a file's text. In JSON, TOML and YAML files placeholders stand in double-quoted strings, so values are escaped: a prompt
-    with quotes or line ends leaves the file well formed."""
+    """`fill` for a file's text, without the lines that lack a limit. In JSON, TOML and YAML files placeholders stand in double-quoted
+    strings, so values are escaped: a prompt with quotes or line ends leaves the file well formed."""
+    text = "".join(line for line in text.splitlines(keepends=True) if not lacks_limit(line, values))
     if path.endswith(_QUOTED_FORMATS):
         values = {name: _escape(value, path) for name, value in values.items()}
     return fill(text, values)

@@ -329,6 +329,37 @@ def test_an_engine_that_names_no_model_fails_the_session_unless_one_is_given(red
         assert (given.returncode, given.stdout) == (0, "m7\n")
 
 
+TELLS_LIMITS = """argv = ["sh", "-c", "echo $WINDOW $MAX_INPUT $MAX_OUTPUT"]
+[env]
+WINDOW = "{window}"
+MAX_INPUT = "{max_input}"
+MAX_OUTPUT = "{max_output}"
+KEY = "{api_key}"
+"""
+
+
+@pytest.mark.parametrize("model", [(), ("--model", "policy"), ("--model", "org/any-name")], ids=["listed", "named", "other"])
+def test_a_harness_is_told_the_engines_window(service: Serving, scratch: Path, model: tuple[str, ...]) -> None:
+    write_definition("tells", TELLS_LIMITS)
+    done = run(service, "--harness", "tells", *model, VERBATIM_HARNESSES=str(scratch))
+    assert (done.returncode, done.stdout) == (0, "8192 6144 2048\n"), done.stderr
+    assert "context window" not in done.stderr
+    given = json.loads(verbatim("env", "--harness", "./tells.toml", "--format", "json", *model, **access(service)).stdout)
+    assert given["env"]["WINDOW"] == "8192"
+
+
+@pytest.mark.parametrize("model", [(), ("--model", "policy")], ids=["listed", "named"])
+def test_a_window_that_nobody_knows_is_left_out_and_reported_once(
+    redis_url: str, scratch: Path, model: tuple[str, ...]
+) -> None:
+    write_definition("tells", TELLS_LIMITS)
+    with ScriptedEngine(names_window=False) as engine, RunningService(engine.url, redis_url, engine_api="token") as service:
+        done = run(service, "--harness", "tells", *model, VERBATIM_HARNESSES=str(scratch))
+        assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+        assert done.stderr.count("reports the context window") == 1 and "tells is not told it" in done.stderr
+        assert "context window" not in run(service, *PYTHON, "pass").stderr, "it would not be told anyway"
+
+
 def test_a_service_that_is_gone_at_the_end_is_told(tmp_path: Path, engine: ScriptedEngine) -> None:
     with Serving("--engine", engine.url, data_dir=tmp_path / "data") as service:
         done = run(service, "--model", "m", "--session-id", "lost", *PYTHON, f"import os; os.kill({service.pid}, 9)")

@@ -31,8 +31,8 @@ SLEEP = "sleep 600"
 
 
 @pytest.fixture
-def engine() -> Iterator[ScriptedEngine]:
-    with ScriptedEngine("qwen3") as engine:
+def engine(request: pytest.FixtureRequest) -> Iterator[ScriptedEngine]:
+    with ScriptedEngine("qwen3", **getattr(request, "param", {})) as engine:
         engine.script = lambda generation, index: Say("hello world")
         yield engine
 
@@ -351,6 +351,41 @@ async def test_skills_lie_where_the_harness_looks_and_servers_stand_in_its_confi
     told = (Path(state.logs.partition(":")[2]) / "agent.out").read_text()
     skill, _, config = told.partition("\n")
     assert skill == "Hold on." and json.loads(config) == {"plain": True, "servers": {"s": {"run": ["serve", "."]}}}
+
+
+LIMITED = {
+    "dialect": "chat",
+    "argv": ["sh", "-c", f"echo $LIMITS; {ASK}", "{prompt}"],
+    "env": {"OPENAI_BASE_URL": "{openai}", "OPENAI_API_KEY": "{api_key}", "LIMITS": "{window} {max_input} {max_output}"},
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "limits"),
+    [
+        ({}, "8192 6144 2048"),
+        ({"model": "policy", "sampling": {"max_tokens": 512}}, "8192 7680 512"),
+        ({"budgets": Budgets(agent=60, total=120, max_completion_tokens=1000)}, "8192 7192 1000"),
+    ],
+    ids=["window", "sampling", "budget"],
+)
+async def test_a_harness_is_told_the_engines_window_and_what_the_task_may_sample(
+    world: World, fields: dict[str, Any], limits: str
+) -> None:
+    task = await world.submit(replace(a_task(**fields), harness=HarnessSpec("limited", LIMITED)))
+    async with world.node():
+        (state,) = await world.ended(task)
+    assert state.status == "completed" and state.logs is not None, state.verdict
+    assert (Path(state.logs.partition(":")[2]) / "agent.out").read_text() == f"{limits}\n"
+
+
+@pytest.mark.parametrize("engine", [{"names_window": False}], indirect=True)
+async def test_a_node_reports_once_that_it_does_not_know_a_window(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    task = await world.submit(replace(a_task(num_samples=2), harness=HarnessSpec("limited", LIMITED)))
+    async with world.node():
+        states = await world.ended(task)
+    assert {state.status for state in states} == {"completed"}
+    assert len([record for record in caplog.records if "limited is not told it" in record.message]) == 1
 
 
 @pytest.mark.parametrize("harness", ["shell", "reads"])

@@ -18,6 +18,7 @@ from reconstruct.records import DECLARED, INFERRED
 from reconstruct.roles import Marks, Purpose, RoleRule, encode_rule, find_purpose
 from rollout.harnesses.catalogue import BUILT_IN, VARIABLE, load, names
 from rollout.harnesses.definition import Harness, check_accepted, parse
+from rollout.harnesses.limits import UNKNOWN, Limits
 from rollout.harnesses.prepared import (
     NAMES,
     BadDefinition,
@@ -96,8 +97,10 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 values = st.fixed_dictionaries(dict.fromkeys(NAMES, texts))
 
 
-def prepared(harness: Harness, prompt: str | list[str] = "Fix it.", model: str = "policy", home: str = "/h") -> Prepared:
-    return harness.prepare(ENDPOINT, model, prompt, Path(home), workdir=Path("/w"))
+def prepared(
+    harness: Harness, prompt: str | list[str] = "Fix it.", model: str = "policy", home: str = "/h", limits: Limits = UNKNOWN
+) -> Prepared:
+    return harness.prepare(ENDPOINT, model, prompt, Path(home), workdir=Path("/w"), limits=limits)
 
 
 def everything(ready: Prepared) -> list[str]:
@@ -142,8 +145,9 @@ def test_a_prompt_is_one_argument_word_for_word(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXPECTED)
 @pytest.mark.parametrize("model", ["policy", "Qwen/Qwen3-0.6B", 'odd"name\\with{braces}'])
-def test_the_files_of_a_built_in_harness_are_well_formed_whatever_the_model_is_called(name: str, model: str) -> None:
-    for path, text in prepared(load(name), model=model).files.items():
+@pytest.mark.parametrize("limits", [UNKNOWN, Limits(52_000), Limits(None, (512,))], ids=["unknown", "known", "replies only"])
+def test_the_files_of_a_built_in_harness_are_well_formed_whatever_is_known(name: str, model: str, limits: Limits) -> None:
+    for path, text in prepared(load(name), model=model, limits=limits).files.items():
         if path.endswith(".json"):
             json.loads(text)
         elif path.endswith(".toml"):
@@ -351,6 +355,46 @@ def test_values_come_back_from_json_toml_and_yaml_files_as_they_were(given_value
 @given(texts)
 def test_a_file_of_another_kind_gets_the_value_as_it_is(prompt: str) -> None:
     assert fill_file("task.md", "# {prompt}", {"prompt": prompt}) == f"# {prompt}"
+
+
+LIMITED = {
+    "description": "one",
+    "dialect": "chat",
+    "argv": ["agent", "--context={window}", "--reply={max_output:4096}", "{prompt}"],
+    "env": {"CONTEXT": "{window}", "BOTH": "{max_input} of {window}", "REPLY": "{max_output}", "URL": "{openai}"},
+    "files": {
+        "a.json": '{\n"limit": {"context": {window}, "output": {max_output}},\n"share": {max_input/1048576},\n"url": "{openai}"\n}'
+    },
+}
+
+
+def test_a_harness_is_told_the_window_and_its_share_for_prompts_and_replies() -> None:
+    harness = parse(LIMITED, "mine")
+    assert harness.takes_limits and not parse(LEAST, "mine").takes_limits
+    ready = prepared(harness, limits=Limits(52_000))
+    assert ready.argv == ("agent", "--context=52000", "--reply=13000", "Fix it.")
+    url = ENDPOINT.base_urls["openai"]
+    assert ready.env == {"CONTEXT": "52000", "BOTH": "39000 of 52000", "REPLY": "13000", "URL": url}
+    limit, share = {"context": 52_000, "output": 13_000}, pytest.approx(39_000 / 1_048_576, abs=1e-6)
+    assert json.loads(ready.files["a.json"]) == {"limit": limit, "share": share, "url": url}
+
+
+def test_what_needs_an_unknown_window_is_left_out_word_by_word_and_line_by_line() -> None:
+    """A number after the name stands in for it. A prompt that looks like a placeholder is nobody's."""
+    ready = prepared(parse(LIMITED, "mine"), prompt="{window}")
+    assert ready.argv == ("agent", "--reply=4096", "{window}")
+    assert ready.env == {"URL": ENDPOINT.base_urls["openai"]}
+    assert json.loads(ready.files["a.json"]) == {"url": ENDPOINT.base_urls["openai"]}
+    capped = prepared(parse(LIMITED, "mine"), limits=Limits(None, (512,)))
+    assert capped.argv == ("agent", "--reply=512", "Fix it.") and capped.env["REPLY"] == "512"
+
+
+@given(st.integers(1, 2**31), st.lists(st.integers(1, 2**40), max_size=2))
+def test_prompt_and_reply_share_the_window_and_no_reply_exceeds_a_limit(window: int, most_sampled: list[int]) -> None:
+    limits = Limits(window, tuple(most_sampled))
+    assert limits.max_output is not None and limits.max_input is not None
+    assert 1 <= limits.max_output <= min([32_768, max(1, window // 4), *most_sampled])
+    assert limits.max_input == max(1, window - limits.max_output)
 
 
 def test_the_words_for_a_command_are_the_command_and_a_text_is_a_line_for_sh() -> None:

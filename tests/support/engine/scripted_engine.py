@@ -127,6 +127,7 @@ class ScriptedEngine:
         model: str = MODEL,
         adapter: str | None = None,
         max_model_len: int = 8192,
+        names_window: bool = True,
         most_images: int = 0,
         default: Callable[[Generation, int], Reply] | None = None,
     ) -> None:
@@ -138,6 +139,7 @@ class ScriptedEngine:
         self.generations: list[Generation] = []
         self.script: Callable[[Generation, int], Reply | str | None] | None = None
         self.max_model_len = max_model_len
+        self.names_window = names_window
         self.cached_tokens = 0
         """What the engine says of every prompt that it had cached."""
         self.most_images = most_images
@@ -222,7 +224,7 @@ class ScriptedEngine:
                 await exchange.fail(Fail(400, f"malformed request: {error!r}", "BadRequestError"))
 
     async def _models(self, exchange: Exchange, body: Any) -> None:
-        answer = model_list(self.model, self.max_model_len)
+        answer = model_list(self.model, self.max_model_len if self.names_window else None)
         if self.adapter is not None:
             answer["data"].append({**answer["data"][0], "id": self.adapter, "parent": self.model})
         await exchange.answer(answer)

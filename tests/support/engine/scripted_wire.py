@@ -219,7 +219,7 @@ def chat_chunk(request_id: str, model: str, choices: list[dict[str, Any]], **mor
     return {**head, "choices": choices, **more}
 
 
-def model_list(model: str, window: int) -> dict[str, Any]:
+def model_list(model: str, window: int | None) -> dict[str, Any]:
     card = {
         "id": model,
         "object": "model",
@@ -227,7 +227,8 @@ def model_list(model: str, window: int) -> dict[str, Any]:
         "owned_by": "vllm",
         "root": model,
         "parent": None,
-        "max_model_len": window,
         "permission": [],
     }
+    if window is not None:
+        card["max_model_len"] = window
     return {"object": "list", "data": [card]}

@@ -78,10 +78,7 @@ class ShapedSglang(ScriptedEngine):
         self._shaped.extend(replies)
 
     async def _models(self, exchange: Exchange, body: Any) -> None:
-        answer = model_list("policy", self.window or 0)
-        if self.window is None:
-            del answer["data"][0]["max_model_len"]
-        await exchange.answer(answer)
+        await exchange.answer(model_list("policy", self.window))
 
     async def _info(self, exchange: Exchange, body: Any) -> None:
         told = {"model_path": self.model_path, "tokenizer_path": "/models/first", "is_generation": True}
