@@ -16,7 +16,8 @@ from proxy.call.recording import Recalled
 from proxy.call.tree import Chained, Draft, Replay, SessionTree
 from proxy.dialects.base import HistoryMessage, Request
 from proxy.dialects.catalogue import dialects
-from proxy.engine.apis.base import EngineKind, EngineKinds
+from proxy.engine.apis.base import EngineKind
+from proxy.engine.apis.contact import EngineKinds
 from proxy.engine.apis.renderer import Rendered
 from proxy.engine.apis.reply import Outcome
 from proxy.engine.replica import Replica

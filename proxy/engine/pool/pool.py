@@ -18,7 +18,7 @@ from types import TracebackType
 
 import aiohttp
 
-from proxy.engine.apis.base import EngineKinds
+from proxy.engine.apis.contact import EngineKinds
 from proxy.engine.apis.renderer import LocalRenderer
 from proxy.engine.pool.membership import Member, Membership, Resolver, replica_at, resolve_with_system
 from proxy.engine.pool.seats import Caller, Gate, Seats, rank_replicas

@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from proxy.engine.apis.base import EngineKinds
+from proxy.engine.apis.contact import EngineKinds
 from proxy.engine.replica import Replica
 from proxy.engine.weights.replica import Guard, Push, hold_claim, update_replica
 from proxy.engine.weights.vllm import SETUP, TORN, Claim, Loaded, StepRefused, WeightApi

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from pydantic import ValidationError
 
-from proxy.engine.apis.base import EngineKinds
+from proxy.engine.apis.contact import EngineKinds
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.renderer import LocalRenderer
 from proxy.engine.apis.vllm import TOKEN_ROUTES
