@@ -322,6 +322,11 @@ class CancelScope:
             self._limit = None
 
     async def _end(self, abort: Callable[[], Awaitable[bool]]) -> None:
+        # Whoever ends the call may work for no session, or for another: a router in front of engines is told this one. The call's own
+        # timeline goes on beside it.
+        timeline = Timeline()
+        timeline.session_id = self.session_id
+        TIMELINE.set(timeline)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ABORT_SECONDS):
                 while await abort():

@@ -8,6 +8,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,12 +19,13 @@ import httpx
 import pytest
 from openai import InternalServerError
 
-from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.machine import require
 from tests.support.service.faulty_wire import FaultyWire
 from tests.support.service.redis_server import RedisServer, free_port
 from tests.support.service.running_service import RunningService, streamed_text, wait_until
 
+ASKED = [{"role": "user", "content": "hello"}]
 CONFIGURATION = """
 daemon off; worker_processes 1; pid {folder}/nginx.pid; error_log stderr crit; {user}
 events {{ }}
@@ -110,6 +112,34 @@ def test_a_router_is_told_the_session_where_the_operator_wants_it(
     if api == "token":
         steps = {"/v1/chat/completions/render", "/inference/v1/generate", "/v1/chat/completions/derender"}
     assert {path: told[path] for path in steps} == dict.fromkeys(steps, session.session_id if header else None)
+
+
+@pytest.mark.parametrize("api", ["token", "chat"])
+def test_every_request_that_is_made_for_a_session_carries_it(redis_server: RedisServer, api: str) -> None:
+    """Also the one that ends a call, sent for whoever closes the session: it went to any engine behind the router, which knew no such call,
+    and the call was hung up on. And those that count tokens and read a prompt of text."""
+    redis_server.flushall()
+    settings: dict[str, Any] = {"engine_api": api, "engine_session_header": "X-Session-ID"}
+    with (
+        ScriptedEngine("qwen3") as engine,
+        RunningService(engine.url, redis_server.url, **settings) as service,
+        ThreadPoolExecutor() as harness,
+    ):
+        session = service.session()
+        session.ask("hello")
+        engine.reset().say(Say("a b c d", gate=threading.Event(), gate_after=2))
+        session.client.post("/messages/count_tokens", body={"model": "policy", "messages": ASKED}, cast_to=object)
+        cut = harness.submit(session.ask, "go on")
+        engine.wait_for(lambda: len(engine.generations) == 1)
+        session.close()
+        cut.result()
+        other = service.session()
+        other.client.completions.create(model="policy", prompt="once upon", max_tokens=2)
+        told = {(asked.path, asked.headers.get("x-session-id")) for asked in engine.received if asked.body}
+    first, second = session.session_id, other.session_id
+    assert {header for _, header in told} == {first, second}
+    assert ("/abort_requests", first) in told
+    assert {path for path, header in told if header == second} & {"/v1/completions", "/v1/completions/render"}
 
 
 @pytest.mark.parametrize("status", [200, 404])
