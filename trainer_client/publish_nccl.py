@@ -10,7 +10,7 @@ when all are ready to receive, and makes the version current as a published chec
 A broadcast needs all its members. Everything that can be checked is checked before anything is paused, but an engine that dies while
 it receives leaves the others and the trainer waiting inside NCCL: those engines must be restarted. A replica that is added later gets
 the checkpoint at `path` if the last push named one; otherwise it serves from the next push on.
-Written against vLLM 0.32 (`vllm/distributed/weight_transfer/nccl_engine.py`).
+Checked against vLLM 0.32 and 0.33 (`vllm/distributed/weight_transfer/nccl_engine.py`); another version is refused before anything is sent.
 """
 
 from __future__ import annotations
@@ -24,12 +24,19 @@ from trainer_client.publish import ReplicaFailed, WeightPush, decode_push, expla
 from trainer_client.transport import Transport
 from trainer_client.wire import decode_body
 
+OTHER_VLLM = (
+    "nccl speaks to the engines as vLLM {checked} does, and the trainer has vLLM {version}: install one of these in the trainer, "
+    "or publish a checkpoint"
+)
 NO_VLLM = "nccl needs vllm in the trainer's environment (pip install vllm); without it publish a checkpoint"
+CHECKED = ("0.32", "0.33")
+"""The first two numbers of the versions of vLLM whose sender is used."""
 NO_GPU = "nccl needs a GPU in the trainer, and torch sees none; without one publish a checkpoint"
 
 
 class Sender(Protocol):
-    """The part of vLLM's `TrainerWeightTransferEngine` used here. `source` yields the named parameters in order."""
+    """The part of vLLM's `TrainerWeightTransferEngine` used here. `source.metadata`, a method in vLLM 0.32 and a property since, has the
+    name, dtype and shape of every parameter in order."""
 
     source: Any
 
@@ -75,7 +82,8 @@ class NcclPublisher:
         if self._rank != 0:
             sender.send_weights()
             return None
-        self._control.announce(version, mode, path, sender.source.metadata())
+        metadata = sender.source.metadata
+        self._control.announce(version, mode, path, metadata() if callable(metadata) else metadata)
         try:
             sender.send_weights()
             return self._control.result()
@@ -109,6 +117,8 @@ class Control:
         self._group: dict[str, Any] = {}
         """Empty until the engines have joined."""
         self._body: dict[str, Any] = {}
+        self._described: dict[str, Any] = {}
+        """The parameters as the last transfer of this group described them."""
         self._lines: Generator[str, None, None]
         self._result: dict[str, Any] | None = None
 
@@ -138,7 +148,7 @@ class Control:
         """Make the engines join; the service assigns their ranks after the trainer's."""
         body = {name: value for name, value in init_info.items() if name != "rank_offset"} | {"model": self._model}
         response = self._transport.request("POST", "/weights/group", body=body, answer_seconds=self._push_seconds, retry=None)
-        self._group = decode_body(response)
+        self._group, self._described = decode_body(response), {}
 
     def start_weight_update(self) -> None:
         """Return when every replica is paused and about to receive, so that the broadcast may start."""
@@ -156,11 +166,14 @@ class Control:
 
     def update_weights(self, update_info: Any) -> None:
         """Return when the push has ended. Runs in parallel with the broadcast."""
-        announced = self._body["transfer"]
-        if any(update_info[name] != announced[name] for name in ("names", "dtype_names", "shapes")):
+        announced = {name: self._body["transfer"][name] for name in ("names", "dtype_names", "shapes")}
+        sent = {name: update_info[name] for name in announced}
+        # Since 0.33 nothing is described that was described before.
+        if (sent if any(sent.values()) else self._described) != announced:
             raise UnpublishableWeights("the trainer's parameters changed between their announcement and the transfer")
         for line in map(json.loads, self._lines):
             self._take(line)
+        self._described = announced
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Does nothing: the service sets the version of each replica that has received everything."""
@@ -192,6 +205,10 @@ class Control:
 def _open_vllm(init: dict[str, Any], control: Control, weights: Any) -> Sender:
     """vLLM's sender of a torch module or of a vLLM `WeightSource`. Raises UnpublishableWeights."""
     try:
+        from vllm import __version__
+
+        if ".".join(__version__.split(".")[:2]) not in CHECKED:
+            raise UnpublishableWeights(OTHER_VLLM.format(checked=" and ".join(CHECKED), version=__version__))
         from vllm.distributed.weight_transfer.base import ModuleSource
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
     except ImportError as error:

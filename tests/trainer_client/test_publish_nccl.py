@@ -5,10 +5,12 @@ vLLM's own sender runs where vLLM is installed, with its broadcast replaced: NCC
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from tests.support.engine.vllm_server import require_vllm
 from tests.support.service.running_service import TRAINER, RunningService
 from tests.support.service.verbatim_process import environment
 from trainer_client.client import TrainerClient
-from trainer_client.errors import VersionConflict
+from trainer_client.errors import UnpublishableWeights, VersionConflict
 from trainer_client.publish import ReplicaFailed
 from trainer_client.publish_nccl import Control, NcclPublisher
 
@@ -49,6 +51,7 @@ class Network:
         self.sent: list[list[str]] = []
         self.all_paused: list[bool] = []
         self.opened: list[dict[str, Any]] = []
+        self.shaped: list[ShapedSender] = []
 
     def open(self, init: dict[str, Any], control: Control, weights: Any) -> Any:
         """vLLM's sender, joined to nobody."""
@@ -61,15 +64,68 @@ class Network:
 
         class Sender(NCCLTrainerWeightTransferEngine):
             def _broadcast(self, source: Any, meta: Any) -> None:
-                network.all_paused.append(all(engine.weights.paused for engine in network._engines))
-                network.sent.append([name for name, _ in self._checked_iter(source, meta)])
-                for received in network._receiving:
-                    received.released.set()
+                network.receive([name for name, _ in self._checked_iter(source, meta)])
 
         fields = {name: value for name, value in init.items() if name != "rank"}
         control.init_weight_transfer_engine(worker_init_payload(NCCLWeightTransferInitInfo(rank_offset=1, **fields)))
         self.opened.append(init)
         return Sender(client=control, source=ModuleSource(weights))
+
+    def open_shaped(self, init: dict[str, Any], control: Control, weights: Any) -> ShapedSender:
+        control.init_weight_transfer_engine({name: value for name, value in init.items() if name != "rank"})
+        self.shaped.append(ShapedSender(self, control, weights))
+        return self.shaped[-1]
+
+    def receive(self, names: list[str]) -> None:
+        self.all_paused.append(all(engine.weights.paused for engine in self._engines))
+        self.sent.append(names)
+        for received in self._receiving:
+            received.released.set()
+
+
+class Described(NamedTuple):
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class ShapedSender:
+    """A sender in the shapes of vLLM 0.33, of whatever version is installed: its source has the metadata as a property, and what was
+    described in the last transfer is not described again."""
+
+    class Source:
+        def __init__(self, module: torch.nn.Module) -> None:
+            self._module = module
+
+        @property
+        def metadata(self) -> list[Described]:
+            return [Described(name, each.dtype, tuple(each.shape)) for name, each in self._module.named_parameters()]
+
+    def __init__(self, network: Network, client: Control, weights: torch.nn.Module) -> None:
+        self.source = self.Source(weights)
+        self._network = network
+        self._client = client
+        self._sent: list[Described] | None = None
+        self.described: list[dict[str, Any]] = []
+
+    def send_weights(self) -> None:
+        found = self.source.metadata
+        told = [] if found == self._sent else found
+        self.described.append(
+            {
+                "names": [each.name for each in told],
+                "dtype_names": [str(each.dtype).split(".")[-1] for each in told],
+                "shapes": [list(each.shape) for each in told],
+            }
+        )
+        self._client.start_weight_update()
+        self._network.receive([each.name for each in found])
+        self._client.update_weights(self.described[-1])
+        self._client.finish_weight_update()
+        self._sent = found
+
+    def shutdown(self) -> None:
+        """Nothing is open."""
 
 
 @pytest.fixture
@@ -105,6 +161,43 @@ def test_weights_are_sent_when_every_replica_is_ready_and_become_current(
     assert (current["version"], current["kind"], current["path"]) == (1, "nccl", None)
     assert publisher.publish(2, mode="wait") is not None
     assert len(network.opened) == 1, "the group is kept"
+
+
+def test_parameters_that_vllm_does_not_describe_again_are_unchanged(
+    service: RunningService, engines: list[ScriptedEngine], network: Network
+) -> None:
+    """They were taken for a change, and the error came beside the broadcast, with the engines waiting in NCCL. The engines are told all of
+    them each time."""
+    with TrainerClient(service.url, TRAINER, retry_seconds=5) as client:
+        publisher = NcclPublisher(client._transport, torch.nn.Linear(2, 3), WHERE, open_sender=network.open_shaped)
+        for version in (1, 2):
+            push = publisher.publish(version)
+            assert push is not None and push.applied
+        engines[1].weights.workers = 3
+        publisher.publish(3)
+        publisher.close()
+    named = [[told["names"] for told in sender.described] for sender in network.shaped]
+    assert named == [[["weight", "bias"], []], [["weight", "bias"]]], "a group that is joined anew is told all"
+    assert network.all_paused == [True] * 3
+    for engine in engines:
+        updates = [request.body["update_info"]["transfer"] for request in engine.received if request.path == "/update_weights"]
+        assert [update["names"] for update in updates] == [["weight", "bias"]] * 3
+        assert [update["shapes"] for update in updates] == [[[3, 2], [3]]] * 3
+
+
+def test_a_trainer_with_another_vllm_is_refused_before_anything_begins(
+    service: RunningService, engines: list[ScriptedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other: Any = ModuleType("vllm")
+    other.__version__ = "0.34.1"
+    monkeypatch.setitem(sys.modules, "vllm", other)
+    with TrainerClient(service.url, TRAINER) as client:
+        publisher = NcclPublisher(client._transport, torch.nn.Linear(2, 3), WHERE)
+        with pytest.raises(
+            UnpublishableWeights, match=r"as vLLM 0\.32 and 0\.33 does, and the trainer has vLLM 0\.34\.1: install one"
+        ):
+            publisher.publish(1)
+    assert not {"/init_weight_transfer_engine", "/pause"} & {path for engine in engines for path in engine.paths()}
 
 
 def test_nothing_is_sent_and_nothing_changes_when_one_replica_cannot_receive(

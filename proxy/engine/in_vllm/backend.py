@@ -2,7 +2,7 @@
 
 vLLM imports this module in every worker through `--worker-extension-cls proxy.engine.in_vllm.backend.VerbatimWorker`; the import
 registers the weight-transfer backend "verbatim" (`--weight-transfer-config '{"backend": "verbatim"}'`). It imports nothing of the
-service, so the file can be copied alone to an engine's machine. Written against vLLM 0.32.
+service, so the file can be copied alone to an engine's machine. Checked against vLLM 0.32 and 0.33.
 
 One update is one checkpoint: start, update {"path", "version"}, finish. Before the model is touched, the checkpoint's headers are
 read and *rehearsed*: its names and shapes go through the model's own weight loaders on the meta device, which counts what lands
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import vllm
 from safetensors import SafetensorError, safe_open
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -38,6 +39,8 @@ from vllm.model_executor.model_loader.reload.meta import CopyCounter, to_meta_te
 logger = init_logger("vllm.verbatim")
 
 BACKEND = "verbatim"
+NCCL_CHECKED = ("0.32", "0.33")
+"""The first two numbers of the versions of vLLM whose NCCL engine is used."""
 INDEX = "model.safetensors.index.json"
 _NO_BACKEND = f'start vLLM with --weight-transfer-config \'{{"backend": "{BACKEND}"}}\''
 
@@ -216,6 +219,10 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
     def _join(self, init_info: VerbatimInit) -> None:
         if self.device.type != "cuda":
             raise BadCheckpoint(f"nccl needs engines on GPUs, this one runs on {self.device.type}")
+        if ".".join(vllm.__version__.split(".")[:2]) not in NCCL_CHECKED:
+            raise BadCheckpoint(
+                f"nccl was checked with vLLM {' and '.join(NCCL_CHECKED)}, and this engine is {vllm.__version__}"
+            )
         from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferInitInfo
 
         self.shutdown()
