@@ -69,6 +69,7 @@ def check_all(told: Told, made: Sequence[Generation], url: str, redis_url: str, 
         _check_engine(kept, made, checked)
         _check_replies(told, kept)
         _check_accounting(kept, checked)
+        _check_attempts(told, kept)
         _check_delivery(told, kept, steps, checked)
     asyncio.run(_verify(redis_url, kept.values()))
     return checked
@@ -168,6 +169,21 @@ def _check_accounting(kept: Mapping[str, Kept], checked: Checked) -> None:
                 )
                 assert not call["delivered"], f"call {call['call_id']} failed, and was told: {call}"
         checked.quarantined.update(item["reason"] for item in refused.values())
+
+
+def _check_attempts(told: Told, kept: Mapping[str, Kept]) -> None:
+    """What a harness read is trained, or its session is incomplete; what nobody read and nothing continues leaves it complete."""
+    read = {reply.call_id for reply in told.replies}
+    for session in kept.values():
+        refused = {item["call_id"]: item["reason"] for item in session.accounting["quarantined"]}
+        trained = {call_id for row in session.rows if row.loss_mask.any() for call_id in row.call_ids}
+        for call in session.calls:
+            call_id, reason = call["call_id"], refused.get(call["call_id"])
+            if call_id in read:
+                assert call["delivered"] and reason != "not_delivered", f"call {call_id} was read whole, and is {reason}"
+                assert reason or call_id in trained or not call["completion_ids"], f"call {call_id} is in no row"
+        lost = {reason for reason in refused.values() if reason != "not_delivered"}
+        assert session.accounting["complete"] == (not lost), f"session {session.session_id} is told as {session.accounting}"
 
 
 def _check_delivery(told: Told, kept: Mapping[str, Kept], steps: Sequence[dict[str, Any]], checked: Checked) -> None:
