@@ -9,7 +9,7 @@ _BUILDERS = "tests/reconstruct/test_builders.py -k 'not ten_thousand and not tho
 _ACCOUNTING = "tests/reconstruct/test_accounting.py"
 _BRIDGE = (
     "tests/reconstruct/test_bridge.py "
-    "-k 'turn_end or newline or doubled or cut or refused or dropped or rewritten or repeated or never_shows'"
+    "-k 'turn_end or end_token or newline or doubled or cut or refused or dropped or rewritten or repeated or never_shows'"
 )
 _MESSAGES = "tests/reconstruct/test_messages.py -k 'not any_order and not under_a_projection'"
 _ATTEMPTS = "tests/reconstruct/test_attempts.py"
@@ -197,8 +197,8 @@ FAULTS = (
     ),
     Fault(
         "Thinking that the template no longer shows is trained as context, though nobody asked for that.",
-        "    if hidden and not retain_thinking:\n",
-        "    if False:\n",
+        '    if hidden and not retain_thinking:\n        return Refusal("thinking_dropped")\n    if hidden or',
+        "    retain_thinking = True\n    if hidden or",
         _BRIDGE,
     ),
     Fault(
