@@ -25,12 +25,16 @@ OWN = tuple(f"{ROOT / room}/" for room in ("proxy", "reconstruct"))
 class Instructions:
     """Bytecode instructions of this thread while it counts: those of the project's own code, and of everything else.
 
-    `functions`: the project's own that were entered, by file and qualified name."""
+    `functions`: the project's own that were entered, by file and qualified name. `calls`: how often one was entered or, a coroutine,
+    resumed; `file_changes`: how often in another file than the one before."""
 
     def __init__(self) -> None:
         self.own = 0
         self.library = 0
+        self.calls = 0
+        self.file_changes = 0
         self.functions: set[tuple[str, str]] = set()
+        self._last_file = ""
         self._is_own: dict[str, bool] = {}
         # Bound once: a method is made anew whenever it is asked for.
         self._tracers = (self._count_library, self._count_own)
@@ -43,6 +47,10 @@ class Instructions:
             own = self._is_own[name] = name.startswith(OWN)
         if own:
             self.functions.add((name, frame.f_code.co_qualname))
+            self.calls += 1
+            if name != self._last_file:
+                self.file_changes += 1
+                self._last_file = name
         return self._tracers[own]
 
     @property

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ GROWTH = 0.15
 ROUNDS = 4
 TURNS = 10
 SAMPLED = 128
+_READ_AT_ONCE = 16 * 1024
 LIBRARIES = ("aiohttp", "hiredis", "msgspec", "numpy", "redis", "uvloop")
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 
@@ -73,14 +75,28 @@ def _streamed(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return {**_chat(messages), "stream": True}
 
 
+def _agent(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """A coding agent's: a long system prompt, many tools, and work behind it."""
+    head = [{"role": "system", "content": _prose("system", 15_000)}, {"role": "user", "content": QUESTION}]
+    return {"model": "policy", "messages": [*head, *_WORK, *messages], "tools": _AGENT_TOOLS}
+
+
 def _responses(messages: list[dict[str, Any]]) -> dict[str, Any]:
     tool = {"type": "function", **TOOLS[0]["function"]}  # type: ignore[dict-item]
     return {"model": "policy", "instructions": SYSTEM, "input": QUESTION, "tools": [tool]}
 
 
+def _responses_streamed(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    return {**_responses(messages), "stream": True}
+
+
 def _messages(messages: list[dict[str, Any]]) -> dict[str, Any]:
     asked = [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]
     return {"model": "policy", "system": SYSTEM, "messages": asked, "max_tokens": 4096}
+
+
+def _messages_streamed(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    return {**_messages(messages), "stream": True}
 
 
 def _gemini(messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -90,6 +106,50 @@ def _gemini(messages: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _completions(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"model": "policy", "prompt": SYSTEM + QUESTION}
+
+
+def _completions_streamed(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    return {**_completions(messages), "stream": True}
+
+
+_TEXT = """
+the file that you read is changed only after its test has failed once and what it prints was seen so never write
+more than one step at a time look for where a value comes from before you use it again name what you found in full
+paths keep lines short and say why not how return an error with code message and field when input has no known form
+ask nothing twice
+"""
+
+
+def _prose(seed: str, length: int) -> str:
+    """So many characters of words in no order."""
+    return " ".join(random.Random(seed).choices(_TEXT.split(), k=length))[:length]
+
+
+def _agent_tool(number: int) -> dict[str, Any]:
+    properties = {f"field_{at}": {"type": "string", "description": _prose(f"{number} {at}", 200)} for at in range(4)}
+    parameters = {"type": "object", "properties": properties, "required": ["field_0"]}
+    return {
+        "type": "function",
+        "function": {"name": f"tool_{number}", "description": _prose(f"tool {number}", 700), "parameters": parameters},
+    }
+
+
+def _worked(number: int) -> Iterator[dict[str, Any]]:
+    called = {"name": "tool_1", "arguments": json.dumps({"field_0": _prose(f"asked {number}", 100)})}
+    yield {
+        "role": "assistant",
+        "content": _prose(f"said {number}", 200),
+        "tool_calls": [{"id": f"call_{number}", "type": "function", "function": called}],
+    }
+    yield {"role": "tool", "tool_call_id": f"call_{number}", "content": _prose(f"found {number}", 2000)}
+
+
+_AGENT_TOOLS = [_agent_tool(number) for number in range(28)]
+_WORK = [message for number in range(15) for message in _worked(number)]
+
+
 CASES = (
     Case("token path, first call", "token", "/v1/chat/completions", _chat),
     Case(f"token path, call {TURNS}", "token", "/v1/chat/completions", _chat, TURNS - 1),
@@ -97,9 +157,16 @@ CASES = (
     Case(f"chat path, call {TURNS}", "chat", "/v1/chat/completions", _chat, TURNS - 1),
     Case("chat path, streamed", "chat", "/v1/chat/completions", _streamed, streamed=True),
     Case("token path, streamed, call 2", "token", "/v1/chat/completions", _streamed, 1, streamed=True),
+    Case("agent-shaped, first call", "token", "/v1/chat/completions", _agent),
+    Case("agent-shaped, call 3", "token", "/v1/chat/completions", _agent, 2),
     Case("responses", "token", "/v1/responses", _responses),
+    Case("responses, streamed", "token", "/v1/responses", _responses_streamed, streamed=True),
     Case("messages", "token", "/v1/messages", _messages),
+    Case("messages, streamed", "token", "/v1/messages", _messages_streamed, streamed=True),
     Case("generateContent", "token", "/v1beta/models/policy:generateContent", _gemini),
+    Case("generateContent, streamed", "token", "/v1beta/models/policy:streamGenerateContent", _gemini, streamed=True),
+    Case("completions", "token", "/v1/completions", _completions),
+    Case("completions, streamed", "token", "/v1/completions", _completions_streamed, streamed=True),
 )
 SESSION = Shape("50 calls deep", 50, 800, 200, lambda number: number - 1 if number else None)
 
@@ -111,7 +178,7 @@ async def prepared(app: Application, case: Case) -> tuple[str, str, dict[str, An
     session_id, key = await app.opened()
     history: list[dict[str, Any]] = []
     for turn in range(case.before):
-        message = json.loads(await app.post(case.path, key, _chat(history)))["choices"][0]["message"]
+        message = json.loads(await app.post(case.path, key, {**case.body(history), "stream": False}))["choices"][0]["message"]
         history += [message, {"role": "user", "content": f"{turn}: go on. " * 8}]
     await app.post(case.path, other, case.body([]))
     return session_id, key, case.body(history)
@@ -144,14 +211,20 @@ async def counted(app: Application, case: Case, redis_port: int) -> Counts:
     _, key, body = await prepared(app, case)
     with peak.counted():
         await app.post(case.path, key, body)
-    entered = {"files": len(instructions.files), "functions": len(instructions.functions)}
+    entered = {
+        "files": len(instructions.files),
+        "functions": len(instructions.functions),
+        "calls": instructions.calls,
+        "file_changes": instructions.file_changes,
+    }
     if case.streamed:
         return {"own_instructions": instructions.own, "peak_bytes": peak.bytes, "stored_bytes": stored, **entered}
     return {
         "own_instructions": instructions.own,
         "library_instructions": instructions.library,
         "peak_bytes": peak.bytes,
-        "redis_reads": traffic.reads,
+        # What is larger than its buffer a server reads as it comes in.
+        **({"redis_reads": traffic.reads} if traffic.bytes_in < _READ_AT_ONCE else {}),
         "redis_bytes_in": traffic.bytes_in,
         "redis_bytes_out": traffic.bytes_out,
         "stored_bytes": stored,
