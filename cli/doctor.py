@@ -179,7 +179,7 @@ def _check_nodes(control: Control) -> Iterator[Check]:
 def check_engine(url: str) -> Check:
     """An engine, asked directly."""
     about = f"engine {url}"
-    advice = "start it, or correct the URL: vllm serve MODEL --enable-scale-out"
+    advice = "start it, or correct the URL: vllm serve MODEL --enable-scale-out (before vLLM 0.30 without that flag)"
     try:
         listed = httpx.get(f"{url.rstrip('/')}/v1/models", timeout=PROBE_SECONDS).raise_for_status().json()
         models = ", ".join(str(model["id"]) for model in listed["data"])

@@ -45,9 +45,9 @@ def serve(
         str | None,
         typer.Option(
             metavar="auto|token|completions|sglang|chat",
-            help="How to talk to the engines. token: vLLM started with --enable-scale-out; token ids in and out, with a weight "
-            "version per token. completions: an older vLLM's /v1/completions with ids; sglang: SGLang's /generate; both "
-            "need --renderer. chat: any server of /v1/chat/completions. auto (default): probe each engine.",
+            help="How to talk to the engines. token: vLLM since 0.24, since 0.30 with --enable-scale-out; token ids in "
+            "and out, with a weight version per token (0.32) or call. completions: an older vLLM's /v1/completions with ids; "
+            "sglang: SGLang's /generate; both need --renderer. chat: any server of /v1/chat/completions. auto (default): probe each one.",
         ),
     ] = None,
     renderer: Annotated[

@@ -60,9 +60,9 @@ class Settings(BaseSettings):
     strict_models: bool = False
     """Answer 404 for a model name that no policy or engine serves. Otherwise the default policy answers, under the requested name."""
     engine_api: str = "auto"
-    """The API to use: token (vLLM with --enable-scale-out), completions (vLLM's /v1/completions with token ids), sglang (SGLang's
-    /generate), chat (any OpenAI-compatible server), another installed kind of engine, or auto (probe the engine). completions and
-    sglang need `renderer`."""
+    """The API to use: token (vLLM since 0.24, since 0.30 with --enable-scale-out), completions (vLLM's /v1/completions with token ids),
+    sglang (SGLang's /generate), chat (any OpenAI-compatible server), another installed kind of engine, or auto (probe the engine).
+    completions and sglang need `renderer`."""
     renderer: str | None = Field(None, validate_default=True)
     """For engines that take token ids only: the model whose chat format this service renders and parses. A Hugging Face name, or a
     folder with its tokenizer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Callable
@@ -132,6 +133,11 @@ class Replica:
     def forget_note(self, topic: str) -> None:
         """It no longer holds."""
         self.notes.pop(topic, None)
+
+    def precedes(self, version: tuple[int, ...]) -> bool:
+        """Whether its own version is older; False if it does not say which it is."""
+        numbers = re.match(r"\d+(\.\d+)*", self.version)
+        return numbers is not None and tuple(map(int, numbers[0].split("."))) < version
 
     @property
     def met(self) -> bool:

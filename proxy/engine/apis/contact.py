@@ -45,6 +45,7 @@ class EngineKinds:
             await probe.check_health()
             if not replica.alive or replica.api is None:
                 kind = await self.detect(probe, asked)
+                replica.version = str((await probe.read("/version")).get("version") or "")
                 replica.updatable = await kind.takes_weights(probe)
                 replica.logprob_mode = await kind.find_logprob_mode(probe) if replica.updatable else None
                 replica.plugin = await kind.find_plugin(probe, replica)

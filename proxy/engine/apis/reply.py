@@ -223,6 +223,18 @@ def check_entries(index: int, token_ids: Sequence[int], named: Sequence[int]) ->
         raise EngineFailed(f"choice {index} of the engine's answer has the logprob of token {other} where {token} was sampled")
 
 
+AS_ID = "token_id:"
+"""Before the id of a token that is named instead of written."""
+
+
+def read_named_id(token: str) -> int:
+    """The id in "token_id:123". Raises EngineFailed for another text."""
+    digits = token.removeprefix(AS_ID)
+    if digits == token or not (digits.isascii() and digits.isdecimal()):
+        raise EngineFailed(f"the engine's answer has a logprob of {token[:80]!r}, which does not say of which token id")
+    return int(digits)
+
+
 def is_visible(request: Request, delta: Delta) -> bool:
     """Whether the harness sees anything of the delta."""
     if delta.content or delta.reasoning or delta.tool_calls:

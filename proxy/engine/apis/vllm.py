@@ -1,9 +1,13 @@
-"""vLLM with `--enable-scale-out`: token ids in, token ids out, and a weight version for every token.
+"""vLLM's token routes (from 0.30 on with `--enable-scale-out`): token ids in, token ids out, and a weight version for every token.
 
 `/inference/v1/generate` samples after exactly the ids it is given. Messages are rendered to ids by `/v1/chat/completions/render`, and
 sampled ids parsed by the engine's own tool and reasoning parsers at `/v1/chat/completions/derender`. A request with a prompt in place
 of messages uses `/v1/completions/render` and `/v1/completions/derender`, and generate returns the text itself
-(`output_mode: text`), with stop strings held back and cut. Checked against vLLM 0.32.
+(`output_mode: text`), with stop strings held back and cut.
+
+Before 0.32 generate tells less. The weight version is then the replica's before the call if it still is after it, otherwise unknown; the
+stop string that ended a reply is found in its text; and the text after a prompt is sampled by `/v1/completions`. Checked against vLLM 0.24,
+0.26, 0.29, 0.31 and 0.32.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -18,8 +23,10 @@ import msgspec
 from proxy.dialects.base import Delta, FirstToken, Request
 from proxy.engine.apis import vllm_plugin
 from proxy.engine.apis.base import Emit, EngineKind, IdText, Job, chat_body, write_messages
+from proxy.engine.apis.chat import OpenAiChat
+from proxy.engine.apis.completions import prove_prompt
 from proxy.engine.apis.probe import Probe
-from proxy.engine.apis.renderer import SEED_IDS, Rendered, Tokenizer
+from proxy.engine.apis.renderer import SEED_IDS, LocalRenderer, Rendered, Tokenizer
 from proxy.engine.apis.reply import Outcome, PromptLogprobs, Reading, Sampled, choice_at, is_visible
 from proxy.engine.apis.vllm_reply import (
     DERENDER,
@@ -52,6 +59,11 @@ _PROMPT_RENDER = "/v1/completions/render"
 _PROMPT_DERENDER = "/v1/completions/derender"
 
 TOKEN_ROUTES = (GENERATE, _RENDER, DERENDER)
+_FLAG_SINCE = (0, 30)
+"""The first vLLM with `--enable-scale-out`. From 0.24 to it the routes are there without a flag."""
+
+_TELLS_ALL_SINCE = (0, 32)
+"""The first vLLM whose generate route returns text on request, and says which weights it sampled under and what ended a reply."""
 
 
 class VllmTokens(EngineKind):
@@ -59,9 +71,18 @@ class VllmTokens(EngineKind):
     detection_order = 10
     takes_images = True
 
+    def __init__(self, http: EngineHttp, local: LocalRenderer) -> None:
+        super().__init__(http, local)
+        self._chat = OpenAiChat(http, local)
+
     async def detect(self, probe: Probe, *, asked: bool) -> str | None:
         missing = await probe.find_missing(*TOKEN_ROUTES)
-        return f"it has no {missing[0]}; start vLLM with --enable-scale-out, or use the chat API" if missing else None
+        if not missing:
+            return None
+        version = await probe.find_vllm_version() or _FLAG_SINCE
+        if version < _FLAG_SINCE:
+            return f"it has no {missing[0]}, which vLLM has since 0.24: upgrade it, or use the chat API"
+        return f"it has no {missing[0]}; start vLLM with --enable-scale-out, or use the chat API"
 
     async def render(self, replica: Replica, request: Request, rendering: Rendering, id_text: IdText) -> Rendered:
         body = chat_body(request, {}, write_messages(request, rendering.messages))
@@ -108,9 +129,13 @@ class VllmTokens(EngineKind):
             return await vllm_plugin.sample(self._http, replica, job, stream=stream, emit=emit)
         if job.request.prompt is None:
             return await self._sample_messages(replica, job, stream, emit)
+        if _samples_by_completions(replica, job):
+            return await self._sample_completion(replica, job, stream, emit)
         return await self._sample_text(replica, job, stream, emit)
 
     async def abort(self, replica: Replica, job: Job) -> bool:
+        if _samples_by_completions(replica, job):
+            return await self._chat.abort(replica, job)
         # vLLM prefixes the request id it is given, and wants all of it.
         path = ABORT if replica.plugin else "/abort_requests"
         return await self._abort_request(replica, job, f"generate-tokens-{job.call_id}", path)
@@ -118,11 +143,11 @@ class VllmTokens(EngineKind):
     async def _sample_messages(self, replica: Replica, job: Job, stream: bool, emit: Emit) -> Outcome:
         """Emits deltas as far as the engine's parsers are certain of them."""
         # A stop string is cut from the whole text, and logprobs belong to it: then the text waits for the end.
-        live = stream and not job.sampling.get("stop") and job.request.top_logprobs is None
+        parser, before = Parser(self._http, replica, job), replica.weight_version
+        live = stream and parser.takes_steps and not job.sampling.get("stop") and job.request.top_logprobs is None
         choices = [SampledChoice(index, live) for index in range(job.request.n)]
-        parser = Parser(self._http, replica, job)
         cached, prompt_logprobs, begun = 0, None, not stream
-        streams = _can_stream(job, stream)
+        streams = _can_stream(replica, job, stream)
         if job.media:
             bar_placeholders(job)
         body, expected, expansion = generate_body(replica, job, streams), answer_type(job), Expansion(replica, job)
@@ -138,6 +163,10 @@ class VllmTokens(EngineKind):
                         prompt_logprobs = answer.prompt_logprobs or prompt_logprobs
                         gather(choices, answer.choices)
                     await self._emit_live(job, parser, choices, emit)
+        if any(choice.names_tokens for choice in choices):
+            version = await self._http.find_version(replica, before, job.scope)
+            for choice in choices:
+                choice.hold_version(version)
         outcome = await self._interpret(replica, job, parser, choices, prompt_logprobs, reading.broken, cached)
         for choice, sampled in zip(choices, outcome.choices, strict=True):
             # The rest of a broken reply is not sent.
@@ -152,9 +181,16 @@ class VllmTokens(EngineKind):
         for choice in choices:
             if choice.live is None or choice.finish_reason or not choice.live.is_due:
                 continue
-            with Within(INTERPRET):
-                async with job.scope.limit():
-                    delta = await parser.advance(choice.live)
+            try:
+                with Within(INTERPRET):
+                    async with job.scope.limit():
+                        delta = await parser.advance(choice.live)
+            except VerbatimError:
+                if choice.live.state is not None:
+                    raise
+                # It parses no steps: the reply is parsed when it is whole.
+                parser.takes_steps, choice.live = False, None
+                continue
             if delta is not None:
                 emit(delta)
 
@@ -194,12 +230,27 @@ class VllmTokens(EngineKind):
 
     async def _parse_one(self, replica: Replica, job: Job, parser: Parser, choice: SampledChoice) -> Parsed:
         """Also asks for the text, where a call of a tool may be unfinished in it: the parsers do not tell."""
+        if choice.names_tokens and choice.finish_reason == "stop":
+            await self._find_stop(replica, job, choice)
         parsing = parser.parse(choice)
         if job.request.offers_calls and choice.finish_reason == "stop":
             parsed, _ = await asyncio.gather(parsing, self._spell_sampled(replica, job, choice))
         else:
             parsed = await parsing
-        return await self._find_spelled_ids(replica, job, parser, choice, parsed) if parsed.lacks_ids else parsed
+        if not (parsed.lacks_ids and parser.takes_steps):
+            return parsed
+        return await self._find_spelled_ids(replica, job, parser, choice, parsed)
+
+    async def _find_stop(self, replica: Replica, job: Job, choice: SampledChoice) -> None:
+        """Set the stop string that ended the choice, if one did, where the engine does not report it."""
+        stops = {**job.body.get("sampling_params", {}), **job.sampling}.get("stop") or []
+        if not stops:
+            return
+        ids = choice.token_ids
+        groups = [ids, ids[:-1]] if len(ids) > 1 else [ids]
+        # Special tokens are no text for stop strings, and a stop token is none.
+        text, *before = await _spell(self._http, replica, job.request.model, groups, before=[0], special=False)
+        choice.stop_reason = find_stop([stops] if isinstance(stops, str) else stops, text, "".join(before))
 
     async def _spell_sampled(self, replica: Replica, job: Job, choice: SampledChoice) -> None:
         with contextlib.suppress(VerbatimError):
@@ -223,7 +274,7 @@ class VllmTokens(EngineKind):
         """Emits the engine's own pieces of text."""
         choices = [_TextChoice(index) for index in range(job.request.n)]
         cached, prompt_logprobs, begun = 0, None, not stream
-        streams = _can_stream(job, stream)
+        streams = _can_stream(replica, job, stream)
         body = generate_body(replica, job, streams) | {"output_mode": "text"}
         # Here alternatives come as text without ids, which cannot be recorded: request only those the harness asked for.
         body["sampling_params"]["logprobs"] = job.request.top_logprobs or 0
@@ -246,6 +297,25 @@ class VllmTokens(EngineKind):
         sampled = [choice.finish_text(replica, job, prompt_logprobs) for choice in choices]
         return Outcome(sampled, None, len(job.prompt_ids), cached, reading.broken)
 
+    async def _sample_completion(self, replica: Replica, job: Job, stream: bool, emit: Emit) -> Outcome:
+        """As `_sample_text`, by `/v1/completions`. Raises EngineFailed if it sampled after other ids than it was given."""
+        given = replace(job, request=replace(job.request, prompt=job.prompt_ids.tolist()))
+        outcome = await self._chat.sample(replica, given, stream=stream, emit=emit)
+        prove_prompt(job, None if outcome.prompt_ids is None else outcome.prompt_ids.tolist())
+        return outcome
+
+
+def _samples_by_completions(replica: Replica, job: Job) -> bool:
+    """Whether the text after a prompt is had from `/v1/completions`."""
+    return job.request.prompt is not None and replica.precedes(_TELLS_ALL_SINCE)
+
+
+def find_stop(stops: Sequence[str], text: str, before: str) -> str | None:
+    """The stop string that the last token of `text` completed, as vLLM finds it; `before` is the text without that token."""
+    clean = before.rstrip("\ufffd")
+    known = len(clean) if text.startswith(clean) else 0
+    return next((stop for stop in stops if stop and text.find(stop, max(0, known - len(stop) + 1)) >= 0), None)
+
 
 def _patience(choices: Sequence[SampledChoice]) -> float | None:
     """For how many seconds to wait for more of the reply, before what has arrived is parsed without it; None: for ever."""
@@ -255,9 +325,11 @@ def _patience(choices: Sequence[SampledChoice]) -> float | None:
     return min(live.patience for live in pending) if pending else None
 
 
-def _can_stream(job: Job, stream: bool) -> bool:
-    """Whether to ask the engine for a stream: only whole answers carry prompt logprobs."""
-    return stream and not job.wanted.prompt_logprobs
+def _can_stream(replica: Replica, job: Job, stream: bool) -> bool:
+    """Whether to ask the engine for a stream. Only whole answers carry prompt logprobs, and before 0.32 a stream of several choices
+    breaks off where they do not all begin at once."""
+    older = replica.precedes(_TELLS_ALL_SINCE)
+    return stream and not job.wanted.prompt_logprobs and not (older and job.request.n > 1)
 
 
 class _Features(msgspec.Struct):
@@ -269,7 +341,7 @@ class _TextLogprobs(msgspec.Struct):
 
 
 class _TextPiece(Piece):
-    text: str = ""
+    text: str | None = None
     logprobs: _TextLogprobs | None = None
 
 
@@ -286,6 +358,10 @@ class _TextChoice(PieceChoice):
         self._entries: list[dict[str, Any]] = []
 
     def add(self, piece: _TextPiece) -> Delta:
+        if piece.text is None:
+            raise EngineFailed(
+                "the engine returned no text after a prompt, as vLLM before 0.32 does: --engine-api chat takes prompts"
+            )
         self.add_piece(piece)
         entries = (piece.logprobs.content if piece.logprobs else None) or []
         self._text.append(piece.text)
@@ -345,14 +421,15 @@ class _Derendered(msgspec.Struct):
 
 
 async def _spell(
-    http: EngineHttp, replica: Replica, model: str, groups: Sequence[Sequence[int]], before: list[int]
+    http: EngineHttp, replica: Replica, model: str, groups: Sequence[Sequence[int]], before: list[int], *, special: bool = True
 ) -> list[str]:
-    """The text of each group as it follows the ids `before`, special tokens included."""
+    """The text of each group as it follows the ids `before`, with or without `special` tokens. vLLM before 0.27 leaves them out, and one
+    before 0.32 the blank that a first word may begin with."""
     body = {
         "model": model,
         "generate_responses": [{"choices": [{"index": at, "token_ids": list(ids)} for at, ids in enumerate(groups)]}],
         "prompt_token_ids": [before],
-        "completion_request": {"model": model, "prompt": "?", "skip_special_tokens": False},
+        "completion_request": {"model": model, "prompt": "?", "skip_special_tokens": not special},
     }
     return [choice.text for choice in (await http.ask(replica, _PROMPT_DERENDER, body, _Derendered)).choices]
 

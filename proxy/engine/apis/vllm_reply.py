@@ -27,6 +27,7 @@ from proxy.engine.apis.reply import (
     cut_at_stop,
     keep_one_call,
     plain_message,
+    read_named_id,
     shows_text,
     visible_ids,
 )
@@ -39,6 +40,9 @@ from reconstruct.media import Ranges, collapse, find_placeholders
 GENERATE = "/inference/v1/generate"
 DERENDER = "/v1/chat/completions/derender"
 
+_TAKES_STEPS_SINCE = (0, 31)
+"""The first vLLM whose derender endpoint parses the steps of a stream. Of one that hides its version the first refusal tells."""
+
 _PROMPT_END = 8
 """Ids at the end of a prompt that show whether it opens the thoughts: all that a parser needs of it to tell the ids of tool calls."""
 
@@ -46,10 +50,17 @@ _encode = msgspec.json.Encoder().encode
 
 
 class BareLogprob(msgspec.Struct, gc=False):
-    """As much of an entry as a record needs."""
+    """As much of an entry as a record needs. vLLM before 0.32 has no `token_id`, but a `token` like "token_id:123"."""
 
-    token_id: int
+    token_id: int | msgspec.UnsetType = msgspec.UNSET
+    token: str | msgspec.UnsetType = msgspec.UNSET
     logprob: float | None = None
+
+    def read_id(self) -> int:
+        """Raises EngineFailed if it names no id."""
+        if self.token_id is not msgspec.UNSET:
+            return self.token_id
+        return read_named_id("" if self.token is msgspec.UNSET else self.token)
 
 
 class Logprob(BareLogprob):
@@ -60,12 +71,7 @@ class Logprob(BareLogprob):
 
 
 _logprob: Callable[[BareLogprob], float | None] = attrgetter("logprob")
-_token_id: Callable[[BareLogprob], int] = attrgetter("token_id")
-
-
-class _Top(msgspec.Struct):
-    token_id: int
-    logprob: float | None = None
+_token_id: Callable[[BareLogprob], Any] = attrgetter("token_id")
 
 
 class _Logprobs(msgspec.Struct):
@@ -190,6 +196,12 @@ class Expansion:
         if not self._pending:
             return
         self._pending = False
+        if answer.prompt_token_ids is None:
+            raise RequestError(
+                f"engine {self._replica.name} does not say where it placed the images: vLLM does since 0.30, and before it images need "
+                "--engine-api chat",
+                param="messages",
+            )
         if answer.prompt_token_ids != self._job.prompt_ids.tolist() or read_ranges(answer.mm_placeholders) != self._job.media:
             raise RequestError(
                 f"engine {self._replica.name} places the images of model '{self._job.request.model}' differently in token ids than in "
@@ -235,6 +247,15 @@ class SampledChoice(PieceChoice):
         """The ids to derender, without the stop token."""
         return visible_ids(self.token_ids, self.finish_reason, self.stop_reason)
 
+    @property
+    def names_tokens(self) -> bool:
+        """Whether it is of a vLLM before 0.32, which names sampled tokens as text. It reports neither the weights nor the stop string."""
+        return bool(self.entries) and self.entries[0].token_id is msgspec.UNSET
+
+    def hold_version(self, version: int | None) -> None:
+        """All of it was sampled under one weight version, or (None) it is not known under which."""
+        self.versions = [] if version is None else [Version(version, 0, len(self.token_ids))]
+
     def shown_entries(self, job: Job) -> list[Logprob]:
         """The entries as the harness sees them: it may have asked for fewer alternatives than the engine was."""
         if not job.wanted.top_logprobs:
@@ -244,11 +265,12 @@ class SampledChoice(PieceChoice):
 
     def finish_parsed(self, replica: Replica, job: Job, parsed: Parsed, prompt_logprobs: PromptLogprobs | None) -> Sampled:
         """Raises EngineFailed if the logprobs are of other tokens."""
-        check_entries(self.index, self.token_ids, list(map(_token_id, self.entries)))
+        named = map(BareLogprob.read_id if self.names_tokens else _token_id, self.entries)
+        check_entries(self.index, self.token_ids, list(named))
         tops = None
         if job.wanted.top_logprobs:
-            decoded = (msgspec.json.decode(entry.top_logprobs, type=list[_Top]) for entry in self.entries)
-            tops = [[(top.token_id, top.logprob) for top in entry if top.logprob is not None] for entry in decoded]
+            decoded = (msgspec.json.decode(entry.top_logprobs, type=list[BareLogprob]) for entry in self.entries)
+            tops = [[(top.read_id(), top.logprob) for top in entry if top.logprob is not None] for entry in decoded]
         logprobs = list(map(_logprob, self.entries))
         return self.finish(
             replica, job.wanted, job.prompt_ids, logprobs, parsed.message, parsed.logprobs, prompt_logprobs, tops
@@ -294,9 +316,11 @@ class _Derendered(msgspec.Struct):
 class Parser:
     """The engine's own tool and reasoning parsers (vLLM's derender endpoint) for one job.
 
-    They get the request's tools, tool choice and flags, but not its history."""
+    They get the request's tools, tool choice and flags, but not its history. `takes_steps`: they parse a reply while it is sampled, and
+    tell the ids of its tool calls."""
 
     def __init__(self, http: EngineHttp, replica: Replica, job: Job) -> None:
+        self.takes_steps = not replica.precedes(_TAKES_STEPS_SINCE)
         self._http = http
         self._replica = replica
         self._job = job
@@ -328,6 +352,8 @@ class Parser:
         the tokens that the tokenizer has for it; the parse of the whole knows it as text, too."""
         if not parsed.message.get("tool_calls"):
             return parsed
+        if not self.takes_steps:
+            return parsed.name_calls({})
         live = LiveText(choice.index, token_ids)
         end = msgspec.Raw(_encode(self._job.prompt_ids[-_PROMPT_END:].tolist()))
         try:

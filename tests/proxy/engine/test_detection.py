@@ -133,7 +133,9 @@ async def test_an_api_that_is_asked_for_is_taken(engine: ScriptedEngine, asked: 
 @pytest.mark.parametrize(
     ("engine", "asked", "reason"),
     [
-        ("vllm 0.32", "token", "it has no /inference/v1/generate"),
+        ("vllm 0.32", "token", "it has no /inference/v1/generate; start vLLM with --enable-scale-out"),
+        ("no version", "token", "it has no /inference/v1/generate; start vLLM with --enable-scale-out"),
+        ("vllm 0.10.1", "token", "it has no /inference/v1/generate, which vLLM has since 0.24"),
         ("chat only", "completions", "it has no /v1/completions"),
         ("vllm 0.32", "sglang", "it is no SGLang"),
     ],
