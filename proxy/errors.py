@@ -19,6 +19,7 @@ VerbatimError                        status  code
     ├── TooManyCalls                 429     too_many_calls       the session or the process is at its limit of calls in flight
     ├── ServiceStopping              503     service_stopping     the process ends, and has cut the call
     ├── EngineUnavailable            503     engine_unavailable
+    │   └── EngineBusy               503     engine_unavailable   the engine says how long to wait
     ├── EngineFailed                 502     engine_failed        the engine broke off or answered nonsense
     │   └── ChooserFailed            502     chooser_failed       no candidate of a lookahead was chosen
     └── StoreUnavailable             503     store_unavailable    Redis is down, full or loading: nothing was answered unrecorded
@@ -133,6 +134,14 @@ class ServiceStopping(Unavailable):
 
 class EngineUnavailable(Unavailable):
     code = "engine_unavailable"
+
+
+class EngineBusy(EngineUnavailable):
+    """`seconds`: how long the engine asks to wait."""
+
+    def __init__(self, message: str, seconds: float) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = self.seconds = seconds
 
 
 class EngineFailed(Unavailable):

@@ -47,7 +47,7 @@ from proxy.engine.apis.base import Job, PlanRequest
 from proxy.engine.apis.renderer import Rendered
 from proxy.engine.apis.reply import Wanted, check_sampled
 from proxy.engine.in_vllm.frames import BUDGET
-from proxy.engine.pool.pool import EnginePool
+from proxy.engine.pool.pool import EnginePool, Placement
 from proxy.engine.pool.seats import Caller
 from proxy.engine.replica import Replica
 from proxy.errors import (
@@ -239,9 +239,17 @@ class Flow:
                     replica = await placement.next()
                 try:
                     return await sample(replica)
-                except EngineUnavailable:
-                    if turn.timeline.first_token_at or turn.scope.cancelled or not placement.try_another():
+                except EngineUnavailable as error:
+                    if turn.timeline.first_token_at or turn.scope.cancelled:
                         raise
+                    if not placement.try_another() and not await self._wait_out(turn, placement, error):
+                        raise
+
+    async def _wait_out(self, turn: Turn, placement: Placement, error: EngineUnavailable) -> bool:
+        """Whether the engines can be asked again, now that the time has passed which they asked to wait."""
+        turn.timeline.begin(QUEUE)
+        with turn.scope.interruptible(), Waiting(ENGINE):
+            return await placement.wait_out(error)
 
     async def _sample_at(self, turn: Turn, emit: Emit, replica: Replica) -> Sampled:
         found, granted = await self._begin(turn, replica)

@@ -121,6 +121,10 @@ class Replica:
     """Why the store could not say which weights it should hold, while that keeps it from serving."""
     unordered_label: str | None = None
     """The last weight label that was not a version."""
+    refused_fields: set[tuple[str, str, bool | None]] = field(default_factory=set)
+    """Fields of a request that it does not take, with the model and whether streamed where only that is so ("", None: always)."""
+    returns_ids: dict[bool, bool] = field(default_factory=dict)
+    """Whether its last reply had token ids and logprobs, by whether it was streamed."""
     notes: dict[str, str] = field(default_factory=dict)
     """What an operator should know about it though it may serve: by topic, a sentence of which it is the subject."""
 
@@ -129,6 +133,29 @@ class Replica:
         if self.notes.get(topic) != sentence:
             self.notes[topic] = sentence
             log.warning("engine %s %s", self.name, sentence)
+
+    def forget_replies(self) -> None:
+        """It was away: another engine, or another version of it, may answer now."""
+        self.refused_fields.clear()
+        self.returns_ids.clear()
+        self.trainable = True
+        self.forget_note("fields")
+        self.forget_note("ids")
+
+    def see_ids(self, there: bool | None, *, streamed: bool) -> None:
+        """Tell whether a reply had token ids and logprobs; None: it does not show. Without them calls are served and never trained."""
+        if there is None or self.returns_ids.get(streamed) == there:
+            return
+        self.returns_ids[streamed] = there
+        self.trainable = any(self.returns_ids.values())
+        lacking = [streamed for streamed, there in self.returns_ids.items() if not there]
+        if not lacking:
+            self.forget_note("ids")
+        elif self.trainable:
+            where = "in streams" if lacking[0] else "in whole replies"
+            self.note("ids", f"returns no token ids, or no logprobs, {where}: those calls are served and never trained")
+        else:
+            self.note("ids", "returns no token ids, or no logprobs: its calls are served and never trained")
 
     def forget_note(self, topic: str) -> None:
         """It no longer holds."""

@@ -19,6 +19,7 @@ import msgspec
 from proxy.dialects.base import Delta, FirstToken, Request
 from proxy.engine.apis.base import Emit, EngineKind, IdText, Job, chat_body
 from proxy.engine.apis.probe import Probe
+from proxy.engine.apis.question import Question
 from proxy.engine.apis.reply import (
     Assembly,
     Outcome,
@@ -33,7 +34,8 @@ from proxy.engine.apis.reply import (
     read_details,
 )
 from proxy.engine.replica import Replica
-from proxy.engine.wire.http import EngineAnswer, UnknownRoute
+from proxy.engine.wire.http import EngineAnswer
+from proxy.engine.wire.refusals import UnknownRoute, refusal
 from proxy.errors import ContextTooLong, EngineFailed, RequestError, VerbatimError
 from reconstruct.errors import IdOutOfRange
 from reconstruct.records import Ids, Span
@@ -61,24 +63,30 @@ class OpenAiChat(EngineKind):
         offers_calls, entries = job.request.offers_calls, _wants_entries(job)
         choices = [_ChoiceSoFar(index, with_entries=entries, with_texts=offers_calls) for index in range(job.request.n)]
         reply = _ReplySoFar(job.id_text)
-        body = _body(replica, job, stream)
+        question = _make_question(replica, job, stream)
+
+        async def send(body: dict[str, Any]) -> None:
+            await self._receive(replica, job, body, choices, reply, emit)
+
         with Reading(choices) as reading:
             try:
-                await self._receive(replica, job, body, choices, reply, emit)
+                await question.put(job.scope, choices, send)
             except UnknownRoute as error:
                 if job.request.prompt is None:
                     raise
                 raise RequestError(f"engine {replica.name} takes no prompts without messages", param="prompt") from error
-            except (ContextTooLong, RequestError) as error:
+            except RequestError as error:
                 # Refused for its max_tokens, perhaps: ask for fewer.
-                room = await self._find_room(replica, body) if _may_be_about_limit(error, body) else None
+                room = await self._find_room(replica, question.asked) if _may_be_about_limit(error, question.asked) else None
                 if room is None:
                     raise
-                job.sampling["max_tokens"] = body["max_tokens"] = room
+                job.sampling["max_tokens"] = question.asked["max_tokens"] = room
                 job.scope.redial()
-                await self._receive(replica, job, body, choices, reply, emit)
+                await question.put(job.scope, choices, send)
         version = await self._http.find_version(replica, before, job.scope)
-        return _outcome(job, choices, reply, reading.broken, version)
+        outcome = _outcome(job, choices, reply, reading.broken, version)
+        replica.see_ids(outcome.returns_ids, streamed=stream)
+        return outcome
 
     async def _receive(
         self,
@@ -146,19 +154,22 @@ def _may_be_about_limit(error: VerbatimError, body: Mapping[str, Any]) -> bool:
     return about_limit and "max_tokens" in body
 
 
-def _body(replica: Replica, job: Job, stream: bool) -> dict[str, Any]:
-    body = chat_body(job.request, job.sampling)
-    body["model"] = replica.model_for(job.request.model)
-    top = job.wanted.logprobs(None) if _wants_top_ids(job) else job.request.top_logprobs or 0
-    body |= {"logprobs": True, "top_logprobs": top} if job.request.prompt is None else {"logprobs": top}
-    body |= {"return_token_ids": True, "stream": stream}
+def _make_question(replica: Replica, job: Job, stream: bool) -> Question:
+    request = job.request
+    asked = chat_body(request, job.sampling) | {"model": replica.model_for(request.model), "stream": stream}
+    top = job.wanted.logprobs(None) if _wants_top_ids(job) else request.top_logprobs or 0
+    logprobs: dict[str, Any] = {"logprobs": True, "top_logprobs": top} if request.prompt is None else {"logprobs": top}
+    added = {"return_token_ids": True, **logprobs}
     if _wants_top_ids(job):
-        body["return_tokens_as_token_ids"] = True
+        added["return_tokens_as_token_ids"] = True
     if job.wanted.prompt_logprobs and not stream:
-        body["prompt_logprobs"] = 0
+        added["prompt_logprobs"] = 0
     if stream:
-        body["stream_options"] = {"include_usage": True}
-    return body
+        added["stream_options"] = {"include_usage": True}
+    own = {"return_token_ids": request.wants_ids, "stream_options": request.include_usage}
+    own |= {"logprobs": request.top_logprobs is not None, "top_logprobs": bool(request.top_logprobs)}
+    # What the harness itself asked for is not left out.
+    return Question(replica, asked | {name: added.pop(name) for name in [*added] if own.get(name)}, added)
 
 
 def _wants_top_ids(job: Job) -> bool:
@@ -251,6 +262,8 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
+    response_token_ids: list[int] | None = None
+    """SGLang's name for them."""
     logprobs: _Logprobs | None = None
     prompt_token_ids: msgspec.Raw = _NOTHING
     prompt_logprobs: PromptLogprobs | None = None
@@ -262,6 +275,13 @@ class _Answer(EngineAnswer):
     usage: Usage | None = None
     prompt_token_ids: msgspec.Raw = _NOTHING
     prompt_logprobs: PromptLogprobs | None = None
+
+    def check(self, replica: Replica, path: str, content: bytes) -> None:
+        """Raises the refusal that an event reports: a server may look at a request only once it has begun a stream."""
+        code = self.error.get("code") if isinstance(self.error, dict) else None
+        if isinstance(code, int) and 400 <= code < 500:
+            raise refusal(replica, path, code, content)
+        super().check(replica, path, content)
 
 
 class _BareChoice(_Choice):
@@ -326,10 +346,11 @@ class _ChoiceSoFar:
 
     def add(self, choice: _Choice) -> Delta:
         """Add one piece; returns it as the harness sees it, tool-call ids still the engine's."""
-        if choice.token_ids is not None:
+        ids = choice.token_ids if choice.token_ids is not None else choice.response_token_ids
+        if ids is not None:
             if self.token_ids is None:
                 self.token_ids = []
-            self.token_ids.extend(choice.token_ids)
+            self.token_ids.extend(ids)
         entries: list[dict[str, Any]] = []
         if choice.logprobs is not None:
             self.logprobs += choice.logprobs.values
@@ -343,7 +364,7 @@ class _ChoiceSoFar:
         self.routed_experts = choice.routed_experts or self.routed_experts
         piece = {"content": choice.text} if choice.text is not None else choice.delta or choice.message or {}
         delta = self.assembly.add(piece)
-        delta.logprobs, delta.token_ids = entries, choice.token_ids or ()
+        delta.logprobs, delta.token_ids = entries, ids or ()
         return delta
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from proxy.dialects.base import FirstToken, Request
 from proxy.engine.apis.base import Emit, EngineKind, Job
 from proxy.engine.apis.probe import Probe
+from proxy.engine.apis.question import Question
 from proxy.engine.apis.renderer import LocalRenderer
 from proxy.engine.apis.reply import Outcome, Reading, Sampled, Usage, choice_at, visible_ids
 from proxy.engine.replica import Replica
@@ -76,7 +77,7 @@ class VllmCompletions(EngineKind):
         before = replica.weight_version
         choices = [IdChoice(index) for index in range(job.request.n)]
         proven, usage, begun = False, Usage(), not stream
-        body, headers = _body(replica, job), {"x-request-id": job.call_id}
+        question, headers = _make_question(replica, job), {"x-request-id": job.call_id}
 
         def take(event: _Event) -> None:
             nonlocal proven, usage, begun
@@ -88,9 +89,12 @@ class VllmCompletions(EngineKind):
                 _add(choice_at(choices, piece.index), piece)
             usage = event.usage or usage
 
-        with Reading(choices) as reading:
+        async def send(body: dict[str, Any]) -> None:
             async with self._http.receive(replica, _PATH, body, _Event, job.scope, stream=True, headers=headers) as answers:
                 await answers.follow(take)
+
+        with Reading(choices) as reading:
+            await question.put(job.scope, choices, send)
         version = await self._http.find_version(replica, before, job.scope)
         for choice in choices:
             count = len(choice.token_ids)
@@ -99,29 +103,33 @@ class VllmCompletions(EngineKind):
             self._local, job, choices, proven=proven, cached_tokens=usage.cached_tokens, broken=reading.broken
         )
         outcome.completion_tokens = usage.completion_tokens or 0
+        replica.see_ids(outcome.returns_ids, streamed=stream)
         return outcome
 
     async def abort(self, replica: Replica, job: Job) -> bool:
         return await self._abort_request(replica, job, f"cmpl-{job.call_id}-0")
 
 
-def _body(replica: Replica, job: Job) -> dict[str, Any]:
+def _make_question(replica: Replica, job: Job) -> Question:
     forward = job.request.forward
     body = {**job.body["sampling_params"], **{key: forward[key] for key in _FORWARDED if key in forward}, **job.sampling}
     if "max_tokens" not in body:
         raise RequestError(f"engine {replica.name} does not report its context window: set 'max_tokens'", param="max_tokens")
     body["stop_token_ids"] = [*body.get("stop_token_ids", ()), *forward.get("stop_token_ids", ())]
-    return {
+    asked = {
         **body,
         "model": replica.model_for(job.request.model),
         "prompt": job.prompt_json,
         "n": job.request.n,
-        "logprobs": job.request.top_logprobs or 0,
-        "return_token_ids": True,
         "skip_special_tokens": False,
         "stream": True,
-        "stream_options": {"include_usage": True},
     }
+    added: dict[str, Any] = {"return_token_ids": True, "stream_options": {"include_usage": True}}
+    if job.request.top_logprobs is None:
+        added["logprobs"] = 0
+    else:
+        asked["logprobs"] = job.request.top_logprobs
+    return Question(replica, asked, added)
 
 
 def _add(choice: IdChoice, piece: _Choice) -> None:

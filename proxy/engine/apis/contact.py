@@ -44,6 +44,7 @@ class EngineKinds:
             await probe.read_models(replica)
             await probe.check_health()
             if not replica.alive or replica.api is None:
+                replica.forget_replies()
                 kind = await self.detect(probe, asked)
                 replica.version = str((await probe.read("/version")).get("version") or "")
                 replica.updatable = await kind.takes_weights(probe)

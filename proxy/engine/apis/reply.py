@@ -56,6 +56,14 @@ class Outcome:
     broken: str | None = None
     completion_tokens: int = 0
 
+    @property
+    def returns_ids(self) -> bool | None:
+        """Whether the engine gave the ids of what it sampled, with a logprob each. None where it sampled nothing, or broke off."""
+        sampled = [choice for choice in self.choices if choice.token_ids is None or choice.token_ids]
+        if self.broken is not None or not sampled:
+            return None
+        return all(choice.token_ids is not None and len(choice.logprobs) == len(choice.token_ids) for choice in sampled)
+
 
 class _CachedTokens(msgspec.Struct):
     cached_tokens: int | None = None

@@ -24,7 +24,8 @@ from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.reply import Outcome, Reading, Version, choice_at
 from proxy.engine.replica import Replica
 from proxy.engine.weights.vllm import PROBE_SECONDS, TORN, Claim, Loaded, StepRefused, Transfer, WeightApi
-from proxy.engine.wire.http import EngineAnswer, refusal
+from proxy.engine.wire.http import EngineAnswer
+from proxy.engine.wire.refusals import refusal
 from proxy.errors import EngineFailed, RequestError, VerbatimError
 from reconstruct.records import Span
 

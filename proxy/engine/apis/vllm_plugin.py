@@ -51,7 +51,8 @@ from proxy.engine.in_vllm.frames import (
 )
 from proxy.engine.in_vllm.internals import CHECKED
 from proxy.engine.replica import Replica
-from proxy.engine.wire.http import EngineHttp, UnknownRoute
+from proxy.engine.wire.http import EngineHttp
+from proxy.engine.wire.refusals import UnknownRoute
 from proxy.errors import ContextTooLong, EngineFailed, EngineUnavailable
 from proxy.images import SCHEME, media_type, write_images
 from reconstruct.details import NO_TOKEN

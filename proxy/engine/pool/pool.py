@@ -27,7 +27,7 @@ from proxy.engine.replica import Health, HealthRule, Replica
 from proxy.engine.wire.channels import Channels
 from proxy.engine.wire.http import EngineHttp
 from proxy.engine.wire.tls import build_client_tls
-from proxy.errors import EngineUnavailable, NotFound, StoreUnavailable, VerbatimError
+from proxy.errors import EngineBusy, EngineUnavailable, NotFound, StoreUnavailable, VerbatimError
 from proxy.metrics import Metrics
 from proxy.settings import Settings
 from proxy.store.service import EngineStore
@@ -174,6 +174,10 @@ class EnginePool:
                 "engine %s was not told that session %s is over: %s", replica.name, session_id, error or "no answer in time"
             )
 
+    def may_wait(self, seconds: float) -> bool:
+        """Whether a call may wait so long in all."""
+        return not self._settings.queue_seconds or seconds <= self._settings.queue_seconds
+
     def catalogue(self) -> Mapping[str, int | None]:
         """The models harnesses may ask for now, with the window of each in tokens."""
         return catalogue(self.replicas)
@@ -284,6 +288,9 @@ class EnginePool:
 REPLICAS_TRIED = 3
 """How many replicas a call is offered to."""
 
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 16.0
+"""The least time, in seconds, between two requests of a call to engines that are busy: it doubles."""
+
 
 class Placement:
     """`async with pool.place(...) as placement`: `next` reserves a seat on a replica, leaving the block releases it."""
@@ -294,6 +301,7 @@ class Placement:
         self._caller = caller
         self._tried: set[Replica] = set()
         self._replica: Replica | None = None
+        self._waits, self._waited = 0, 0.0
 
     async def __aenter__(self) -> Placement:
         return self
@@ -329,6 +337,21 @@ class Placement:
         if not left or len(self._tried) >= REPLICAS_TRIED:
             return False
         self._pool.metrics.tried_again(policy)
+        return True
+
+    async def wait_out(self, error: EngineUnavailable) -> bool:
+        """Wait as long as the engine asks, without a seat; then all replicas are there again. False if it does not say, or if the call
+        would wait longer than `queue_seconds` in all. Raises what the caller's `look` raises."""
+        if not isinstance(error, EngineBusy):
+            return False
+        # An engine that says "at once" again and again is asked less and less often.
+        seconds = max(error.seconds, min(LONGEST_PAUSE, FIRST_PAUSE * 2**self._waits))
+        if not self._pool.may_wait(self._waited + seconds):
+            return False
+        self._release()
+        self._tried.clear()
+        self._waits, self._waited = self._waits + 1, self._waited + seconds
+        await self._pool.seats.sleep(seconds, self._caller)
         return True
 
     def _release(self) -> None:

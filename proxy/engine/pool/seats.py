@@ -87,6 +87,13 @@ class Seats:
         replica.in_flight -= 1
         self.dispatch(replica.policy)
 
+    async def sleep(self, seconds: float, caller: Caller) -> None:
+        """Returns after so many seconds. Raises what `caller.look` raises."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, LOOK_SECONDS))
+            await caller.look()
+
     def dispatch(self, policy: str) -> None:
         """Assign waiting calls to replicas with room: after a release, and when a replica joins or returns."""
         queue = self._queues.get(policy)

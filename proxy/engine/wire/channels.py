@@ -149,11 +149,13 @@ class Channel(asyncio.Protocol):
 
 
 class Answer:
-    """An engine's answer: `status`, `location` of a redirect, and the body, which can be read once, whole or in pieces."""
+    """An engine's answer: `status`, `location` of a redirect, `retry_after` of a refusal, and the body, which can be read once, whole or
+    in pieces."""
 
     def __init__(self, channel: Channel, read_seconds: float) -> None:
         self.status = 0
         self.location = ""
+        self.retry_after = ""
         self._channel = channel
         self._loop = asyncio.get_running_loop()
         self._read_seconds = read_seconds
@@ -288,6 +290,8 @@ class Answer:
         """`name` is lower case."""
         if name == b"location":
             self.location = value.decode("latin-1")
+        elif name == b"retry-after":
+            self.retry_after = value.decode("latin-1")
         elif name in (b"content-length", b"transfer-encoding"):
             self._measured = True
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -22,7 +21,8 @@ from proxy.engine.wire.channels import (
     ConnectTimeout,
     Unanswered,
 )
-from proxy.errors import ContextTooLong, EngineFailed, EngineUnavailable, NotFound, RequestError, VerbatimError
+from proxy.engine.wire.refusals import read_retry_after, refusal
+from proxy.errors import EngineFailed, EngineUnavailable, VerbatimError
 from proxy.timeline import ENGINE, TIMELINE, CancelScope, Timeline, Waiting
 
 _encode = msgspec.json.Encoder().encode
@@ -178,7 +178,7 @@ class EngineHttp:
                 if scope is not None:
                     scope.attach(answer.close)
                 if answer.status != 200:
-                    raise refusal(replica, path, answer.status, await answer.read_refusal())
+                    raise await _read_refusal(replica, path, answer)
                 content = await answer.read()
         replica.health.pass_call()
         return content
@@ -235,7 +235,7 @@ class Answers(Generic[A]):
                 answer = self._answer = await self._channels.post(self._replica.url + self._path, self._body, self._headers)
                 self._scope.attach(answer.close)
                 if answer.status != 200:
-                    raise refusal(self._replica, self._path, answer.status, await answer.read_refusal())
+                    raise await _read_refusal(self._replica, self._path, answer)
         except (TimeoutError, ChannelError) as error:
             raise self._http.translate(self._replica, error, self._scope) from error
         except BaseException:
@@ -374,6 +374,10 @@ class Frames(Answers[Any]):
         return not (frames and isinstance(frames[-1], Done | Failed))
 
 
+async def _read_refusal(replica: Replica, path: str, answer: Answer) -> VerbatimError:
+    return refusal(replica, path, answer.status, await answer.read_refusal(), read_retry_after(answer.retry_after))
+
+
 async def _retry_stale(ask: Callable[[], Awaitable[T]]) -> T:
     """Ask once more if the engine had just closed the connection."""
     try:
@@ -401,67 +405,3 @@ def _address(replica: Replica, body: Any) -> Any:
     if isinstance(body.get("model"), str):
         named["model"] = replica.served_as(body["model"])
     return {**body, **named}
-
-
-class UnknownRoute(EngineFailed):
-    """The engine has no such endpoint. To ask again changes nothing."""
-
-    status = 404
-    code = "not_found"
-    retry_after_seconds = None
-
-
-def refusal(replica: Replica, path: str, status: int, data: bytes) -> VerbatimError:
-    """The engine's HTTP error as ours: a 4xx is the caller's fault, the rest the engine's."""
-    message, param = _read_message(data)
-    if status == 404 and message not in _NO_ROUTE:
-        # A model, mostly: final, for as long as the engine has the models it has.
-        return NotFound(f"engine {replica.name}: {message[:300]}", param=param)
-    if status in (400, 413, 422):
-        return _context_error(message) if is_context_overflow(message) else RequestError(message, param=param)
-    if status in (401, 403):
-        return EngineUnavailable(f"engine {replica.name} refuses the service's own key (HTTP {status})")
-    if status in (429, 503):
-        return EngineUnavailable(f"engine {replica.name} is too busy (HTTP {status}): {message[:300]}")
-    if status in (404, 405):
-        return UnknownRoute(f"engine {replica.name} does not know {path}")
-    return EngineFailed(f"engine {replica.name} failed with HTTP {status}: {message[:300]}")
-
-
-_NO_ROUTE = ("", "{}", "Not Found")
-"""What servers say of a path that they do not have."""
-
-
-def is_context_overflow(message: str) -> bool:
-    """Whether vLLM (chat, render, generate), SGLang or llama.cpp says that a prompt is too long."""
-    wordings = (
-        *("maximum context length", "longer than the maximum model length"),
-        *("longer than the model's context length", "exceeds the available context size"),
-    )
-    return any(wording in message for wording in wordings)
-
-
-_PROMPT_TOKENS = re.compile(
-    r"(?:Input length \(|The input \(|prompt \(length |contains (?:at least )?|resulted in )(\d+)(?:\)| input tokens| tokens)"
-)
-_WINDOW_TOKENS = re.compile(r"(?:maximum (?:context|model)|model's context) length (?:is |of |\()(\d+)")
-
-
-def _context_error(message: str) -> ContextTooLong:
-    """With the lengths of prompt and window if the engine names both."""
-    tokens, window = _PROMPT_TOKENS.search(message), _WINDOW_TOKENS.search(message)
-    if tokens is None or window is None:
-        return ContextTooLong(message, param="messages")
-    return ContextTooLong(message, param="messages", tokens=int(tokens[1]), window=int(window[1]))
-
-
-def _read_message(data: bytes) -> tuple[str, str | None]:
-    try:
-        error = msgspec.json.decode(data)
-    except msgspec.DecodeError:
-        return data[:300].decode("utf-8", "replace"), None
-    if isinstance(error, dict):
-        error = error.get("error", error)
-    if isinstance(error, dict):
-        return str(error.get("message") or error.get("detail") or error), error.get("param")
-    return str(error), None

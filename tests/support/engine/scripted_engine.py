@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 from urllib.parse import parse_qsl
@@ -68,10 +68,11 @@ class Exchange:
             content, more = content + message.get("body", b""), message.get("more_body", False)
         return content
 
-    async def answer(self, body: Any, status: int = 200) -> None:
+    async def answer(self, body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         content = json.dumps(body).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        told = {"content-type": "application/json", "content-length": str(len(content)), **(headers or {})}
+        raw = [(name.encode(), value.encode()) for name, value in told.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
         await self._send({"type": "http.response.body", "body": content})
 
     async def answer_empty(self) -> None:
