@@ -11,7 +11,9 @@ run against a real SGLang.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -253,6 +255,10 @@ old cache. 0.5.5 has no modes: every pause is an `abort`."""
 _NO_TRANSFER = "weights go to SGLang by path, not over NCCL"
 
 _ROLLED_BACK = "Rolling back"
+_NOT_FLUSHED = "cache was not flushed"
+"""SGLang holds the new weights, under the old label, and what it has cached of the old ones."""
+_FLUSH_SECONDS = 0.25
+"""Between two tries to flush the cache."""
 
 
 class SglangWeights(WeightApi):
@@ -260,7 +266,8 @@ class SglangWeights(WeightApi):
 
     SGLang does not say what its workers hold, only which checkpoint it loaded last, and when a load fails halfway each worker rolls back by
     itself, from the path it was just given. Weights after such a failure count as torn, and their label says so for any process that
-    looks next. An adapter cannot be replaced in place. `/ready`, which reports a pause, is in 0.5.23 but not in 0.5.5."""
+    looks next. Where only its cache could not be flushed it holds the new ones: its calls are cut and the cache is flushed. An adapter
+    cannot be replaced in place. `/ready`, which reports a pause, is in 0.5.23 but not in 0.5.5."""
 
     _whole = True
 
@@ -317,10 +324,30 @@ class SglangWeights(WeightApi):
         try:
             await self._ask("POST", "/update_weights_from_disk", body)
         except EngineFailed as error:
-            if not isinstance(error, StepRefused) or _ROLLED_BACK in error.message:
-                self._whole = False
-                await self.set_label(TORN)
-            raise
+            if isinstance(error, StepRefused) and not any(words in error.message for words in (_ROLLED_BACK, _NOT_FLUSHED)):
+                raise
+            self._whole = False
+            await self.set_label(TORN)
+            if _NOT_FLUSHED not in error.message:
+                raise
+            await self._flush_cache()
+            await self.set_label(version)
+            self._whole = True
+
+    async def _flush_cache(self) -> None:
+        """SGLang keeps its cache while it has calls, also queued ones: they are cut. Raises StepRefused if it keeps it all the same."""
+        until = time.monotonic() + PROBE_SECONDS
+        while True:
+            await self.abort_all()
+            try:
+                await self._ask("POST", "/flush_cache", seconds=PROBE_SECONDS)
+                return
+            except StepRefused as error:
+                if time.monotonic() > until:
+                    raise StepRefused(
+                        f"it holds the new weights, and cannot flush its cache of the old ones: {error.message}"
+                    ) from error
+            await asyncio.sleep(_FLUSH_SECONDS)
 
     async def finish_full(self, version: int) -> None:
         if (label := await self.read_label()) != str(version):

@@ -35,7 +35,8 @@ class Shaped:
 
 class ShapedSglang(ScriptedEngine):
     """`newer`: 0.5.23, else 0.5.5. `label`: its weight version; `model_path`: the checkpoint it says it loaded. `refuses`: what the next
-    load is refused with; `stays_paused`: how often it fails to go on."""
+    load is refused with; `keeps_cache`: how often its cache cannot be flushed, by the next load to begin with; `stays_paused`: how often it
+    fails to go on. `holds`: the checkpoint in its workers."""
 
     def __init__(
         self,
@@ -49,7 +50,8 @@ class ShapedSglang(ScriptedEngine):
         super().__init__("qwen3", plain=True, updatable=False)
         self.newer, self.incremental, self.label, self.window = newer, incremental, label, window
         self.model_path, self.paused, self.refuses = "/models/first", paused, ""
-        self.stays_paused = 0
+        self.holds = self.model_path
+        self.stays_paused = self.keeps_cache = 0
         self.label_at_end: str | None = None
         self.bodies: list[dict[str, Any]] = []
         self.aborted: set[str] = set()
@@ -70,7 +72,8 @@ class ShapedSglang(ScriptedEngine):
 
     def reset(self) -> Self:
         """As a scripted engine; what it holds and calls it stays."""
-        self.bodies, self.aborted, self.refuses, self.stays_paused, self.label_at_end = [], set(), "", 0, None
+        self.bodies, self.aborted, self.refuses, self.label_at_end = [], set(), "", None
+        self.stays_paused = self.keeps_cache = 0
         self._shaped.clear()
         return super().reset()
 
@@ -182,6 +185,11 @@ class ShapedSglang(ScriptedEngine):
         message, self.refuses = self.refuses, ""
         if message:
             return await exchange.answer({"success": False, "message": message, "num_paused_requests": 0}, 400)
+        self.holds = body["model_path"]
+        if self.keeps_cache:
+            self.keeps_cache -= 1
+            message = "Weights were updated, but the cache was not flushed."
+            return await exchange.answer({"success": False, "message": message, "num_paused_requests": 0}, 400)
         self.model_path, self.label = body["model_path"], body["weight_version"]
         message = f"Succeeded to update model weights. Weight version updated to {self.label}."
         return await exchange.answer({"success": True, "message": message, "num_paused_requests": 0})
@@ -198,4 +206,7 @@ class ShapedSglang(ScriptedEngine):
         return await exchange.answer({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _flush(self, exchange: Exchange, body: Any) -> None:
-        await exchange.answer("Cache flushed.\nPlease check backend logs for more details.")
+        if self.keeps_cache:
+            self.keeps_cache -= 1
+            return await exchange.answer("Cache flush failed.", 400)
+        return await exchange.answer("Cache flushed.\nPlease check backend logs for more details.")

@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from proxy.engine.apis import sglang
 from tests.proxy.call.test_flow import TOOLS, said_of, tool_result, turn
 from tests.support.engine.local_format import QWEN3, require_renderers, write_format
 from tests.support.engine.scripted_sampling import logprobs_of
@@ -314,6 +315,35 @@ def test_a_checkpoint_that_was_rolled_back_leaves_the_engine_out(opened: Callabl
     assert not pushed.json()["applied"]
     assert engine.paused
     assert engine.label == "torn"
+    assert service.request("GET", "/readyz").status_code == 503
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_weights_that_are_in_while_the_cache_was_not_flushed_are_labelled_once_it_is(
+    opened: Callable[..., Opened], mode: str
+) -> None:
+    """It was taken for a refusal that had touched nothing: the new weights served under the old version."""
+    engine, service = opened(label="default")
+    engine.keeps_cache = 3
+    pushed = service.request("POST", "/weights", json={"version": 1, "path": "/models/1", "mode": mode}).json()
+    assert pushed["applied"], pushed
+    assert (engine.holds, engine.label, engine.paused, engine.keeps_cache) == ("/models/1", "1", False, 0)
+    steps = [request.path for request in engine.received if request.path in ("/abort_request", "/flush_cache")]
+    assert steps == ["/abort_request", "/flush_cache"] * 3
+    labels = [request.body["new_version"] for request in engine.received if request.path == "/update_weight_version"]
+    assert labels[-2:] == ["torn", "1"]
+    assert service.request("GET", "/readyz").status_code == 200
+
+
+def test_an_engine_that_cannot_flush_its_cache_is_left_out(
+    opened: Callable[..., Opened], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang, "PROBE_SECONDS", 1.0)
+    engine, service = opened(label="default")
+    engine.keeps_cache = 10**6
+    pushed = service.request("POST", "/weights", json={"version": 1, "path": "/models/1"}).json()
+    assert not pushed["applied"] and "cannot flush its cache of the old ones" in pushed["error"]
+    assert (engine.label, engine.paused) == ("torn", True)
     assert service.request("GET", "/readyz").status_code == 503
 
 
