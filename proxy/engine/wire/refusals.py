@@ -33,12 +33,24 @@ def refusal(replica: Replica, path: str, status: int, data: bytes, retry_after: 
     if status in (401, 403):
         # Without the server's words, which may repeat the key.
         return EngineUnavailable(f"engine {replica.name} refuses the service's own key (HTTP {status})")
+    if status == 503 and is_pause(message):
+        return paused(replica)
     if status in (429, 503):
         busy = f"engine {replica.name} is too busy (HTTP {status}): {message[:300]}"
         return EngineUnavailable(busy) if retry_after is None else EngineBusy(busy, retry_after)
     if status in (404, 405):
         return UnknownRoute(f"engine {replica.name} does not know {path}")
     return EngineFailed(f"engine {replica.name} failed with HTTP {status}: {message[:300]}")
+
+
+def is_pause(message: Any) -> bool:
+    """Whether an engine says that it takes the call once it is resumed. Source: vLLM 0.33, v1/engine/core.py, which answers so in the
+    modes `wait` and `abort` of a pause; before, the call waited in the engine."""
+    return isinstance(message, str) and message.startswith("Generation is paused")
+
+
+def paused(replica: Replica) -> EngineBusy:
+    return EngineBusy(f"engine {replica.name} is paused while its weights change", 0.0)
 
 
 _NO_ROUTE = ("", "{}", "Not Found")
