@@ -63,6 +63,8 @@ class ReplicaShape(Body):
     trainable: bool
     """It returns token ids and logprobs."""
     takes_weights: bool
+    router: bool
+    """Several engines answer at its URL; a note says how that is known."""
     models: list[str]
     max_model_len: int | None
     weight_version: int | None
@@ -186,6 +188,7 @@ def _replica_as_wire(replica: Replica) -> dict[str, Any]:
         "plugin": replica.plugin,
         "trainable": replica.trainable,
         "takes_weights": replica.updatable,
+        "router": replica.router,
         "models": list(replica.models),
         "max_model_len": replica.max_model_len,
         "weight_version": replica.weight_version,

@@ -125,6 +125,10 @@ class Replica:
     """Fields of a request that it does not take, with the model and whether streamed where only that is so ("", None: always)."""
     returns_ids: dict[bool, bool] = field(default_factory=dict)
     """Whether its last reply had token ids and logprobs, by whether it was streamed."""
+    router: bool = False
+    """Several engines answer at its URL: it takes no weights, and its plugin is not used."""
+    sightings: dict[str, list[str]] = field(default_factory=dict)
+    """What told the engine apart from others at its URL, by source, oldest first (`proxy.engine.apis.routers`)."""
     notes: dict[str, str] = field(default_factory=dict)
     """What an operator should know about it though it may serve: by topic, a sentence of which it is the subject."""
 

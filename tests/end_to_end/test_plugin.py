@@ -17,10 +17,11 @@ import numpy as np
 import openai
 import pytest
 
-from proxy.engine.in_vllm.frames import SAMPLE
+from proxy.engine.in_vllm.frames import ROUTE, SAMPLE
 from proxy.engine.in_vllm.launch import VllmServer
 from tests.end_to_end.test_closed_loop import read_metric, sampled, wait_until_it_samples
 from tests.support.engine.recording_relay import GENERATE, RecordingRelay
+from tests.support.engine.routers import running_router
 from tests.support.engine.scripted_experts import experts_of
 from tests.support.engine.template_families import FAMILIES
 from tests.support.engine.vllm_server import running_vllm
@@ -507,3 +508,39 @@ def test_a_plugin_that_is_gone_after_a_restart_is_not_asked_again(vllm_server: V
     assert read[0]["choices"] == read[2]["choices"]
     assert read[1].get("status") == 503 or read[1]["choices"] == read[0]["choices"]
     assert relay.asked[SAMPLE] == 1 and relay.asked[GENERATE] >= 1
+
+
+def find_replica(service: RunningService) -> dict[str, Any]:
+    (replica,) = service.request("GET", "/engines").json()["replicas"]
+    return dict(replica)
+
+
+def test_api_servers_of_one_engine_are_no_router(glm_server: VllmServer, glm_sides: tuple[Side, Side]) -> None:
+    """With the plugin they have one name, and without it their workers do; the relay hides the plugin of the second."""
+    told = {httpx.get(f"{glm_server.url}{ROUTE}", headers={"Connection": "close"}).json()["engine"] for _ in range(20)}
+    assert len(told) == 1
+    for side in glm_sides:
+        replica = find_replica(side.service)
+        assert (replica["router"], replica["takes_weights"]) == (False, True)
+
+
+def test_two_engines_behind_vllms_router_serve_calls_and_take_no_weights(
+    vllm_server: VllmServer, glm_server: VllmServer, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """The plugin was found through it, and its requests were refused: no call worked. A push left one engine paused and half updated."""
+    with (
+        running_router("vllm_router", vllm_server.url, glm_server.url, policy="consistent_hash") as router,
+        RunningService(router, redis_server.url, engine_session_header="X-Session-ID") as service,
+    ):
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "ready")
+        replica = find_replica(service)
+        assert (replica["api"], replica["router"], replica["plugin"], replica["takes_weights"]) == ("token", True, False, False)
+        for _ in range(4):
+            session = service.session()
+            read = [ask(session, stream, [user("?")]) for stream in (False, True)]
+            assert read[0]["choices"] == read[1]["choices"]
+            assert all(call["completion_ids"] and call["weight_versions"] for call in session.calls)
+        answer = service.request("POST", "/weights", json={"version": 1, "path": str(tmp_path)}).json()
+        assert answer["applied"] is False and "is a router" in answer["error"]
+    for engine in (vllm_server, glm_server):
+        assert httpx.get(f"{engine.url}/is_paused").json() == {"is_paused": False}

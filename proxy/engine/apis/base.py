@@ -20,6 +20,7 @@ from proxy.dialects.base import Delta, FirstToken, Request
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.renderer import LocalRenderer, Rendered, Tokenizer
 from proxy.engine.apis.reply import Outcome, Wanted
+from proxy.engine.apis.routers import LABEL, PLUGIN, START, Source
 from proxy.engine.replica import Replica
 from proxy.engine.weights.vllm import Claim, WeightApi
 from proxy.engine.wire.http import EngineHttp
@@ -94,6 +95,8 @@ class EngineKind(ABC):
     """Whether the service makes the prompt's ids; otherwise the engine renders the messages itself."""
     takes_images: ClassVar[bool] = False
     """Whether messages may have images; the engine then refuses those that its model does not take."""
+    sources: ClassVar[tuple[Source, ...]] = (PLUGIN, START, LABEL)
+    """What tells one engine of this kind apart from others behind the same URL."""
     leaves_raw: ClassVar[frozenset[str]] = frozenset(
         {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias", "ignore_eos"}
         | {"allowed_token_ids", "bad_words"}

@@ -7,6 +7,7 @@ import aiohttp
 from proxy.engine.apis.base import EngineKind, IdText, IdTexts
 from proxy.engine.apis.probe import PROBE_TIMEOUT, NotListening, Probe
 from proxy.engine.apis.renderer import LocalRenderer
+from proxy.engine.apis.routers import WORKERS, look_behind
 from proxy.engine.kinds import find_kinds, load_kind
 from proxy.engine.replica import Replica
 from proxy.engine.wire.http import EngineHttp
@@ -39,11 +40,11 @@ class EngineKinds:
         """Find out what the replica is: models, kind (`asked`, or "auto"), weight endpoints.
 
         Raises EngineUnavailable with the reason it cannot serve, NotListening if no connection could be made."""
-        probe = Probe(self._http.session, replica.url)
+        probe, fresh = Probe(self._http.session, replica.url), not replica.alive or replica.api is None
         try:
             await probe.read_models(replica)
             await probe.check_health()
-            if not replica.alive or replica.api is None:
+            if fresh:
                 replica.forget_replies()
                 kind = await self.detect(probe, asked)
                 replica.version = str((await probe.read("/version")).get("version") or "")
@@ -57,6 +58,14 @@ class EngineKinds:
             raise NotListening(f"cannot connect: {error.strerror or error.os_error}") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise EngineUnavailable(str(error) or type(error).__name__) from error
+        await self.look_behind(replica, fresh=fresh, thorough=fresh)
+
+    async def look_behind(self, replica: Replica, *, fresh: bool = False, thorough: bool = True) -> None:
+        """Find out whether it is a router: see `look_behind`."""
+        kind = self.of(replica)
+        # Workers that lack the extension must not be asked.
+        sources = [*kind.sources, WORKERS] if replica.logprob_mode is not None else kind.sources
+        await look_behind(self._http, replica, sources, fresh=fresh, thorough=thorough)
 
     async def detect(self, probe: Probe, asked: str) -> EngineKind:
         """The kind that was asked for; with "auto" the first that fits. Raises EngineUnavailable if none does."""

@@ -97,7 +97,12 @@ class Probe:
                 raise EngineUnavailable(f"GET /health answered HTTP {response.status}")
 
 
+UNKNOWN = "unknown"
+"""The one model that sglang-router lists of engines other than SGLang's, and that none of them serves."""
+
+
 def _read_cards(replica: Replica, cards: list[dict[str, Any]]) -> None:
+    cards = [card for card in cards if card.get("id") != UNKNOWN]
     base = [card for card in cards if not card.get("parent")]
     adapters = [str(card["id"]) for card in cards if card.get("parent")]
     lengths = [int(card["max_model_len"]) for card in base if card.get("max_model_len")]

@@ -24,6 +24,7 @@ from proxy.engine.apis.base import Emit, EngineKind, Job
 from proxy.engine.apis.completions import IdChoice, parse_outcome, prove_prompt
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.reply import Outcome, Reading, Version, choice_at
+from proxy.engine.apis.routers import LABEL, SEED
 from proxy.engine.replica import Replica
 from proxy.engine.weights.vllm import PROBE_SECONDS, TORN, Claim, Loaded, StepRefused, Transfer, WeightApi
 from proxy.engine.wire.http import EngineAnswer
@@ -51,6 +52,7 @@ class Sglang(EngineKind):
     needs_renderer = True
     leaves_raw = frozenset[str]()
     """SGLang adds biases and penalties to the logits before it takes logprobs."""
+    sources = (SEED, LABEL)
 
     async def detect(self, probe: Probe, *, asked: bool) -> str | None:
         for route in _INFO_ROUTES:

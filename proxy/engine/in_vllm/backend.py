@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import json
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -195,6 +196,7 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
         self._expected: dict[str, int] | None = None
         self._accepted: dict[str, tuple[tuple[int, ...], torch.dtype]] | None = None
         self.claims = Claims()
+        self.identity = secrets.token_hex(8)
         self._nccl: Any = None
         self._received = False
         self.state: dict[str, Any] = {
@@ -490,11 +492,13 @@ class VerbatimWorker:
     def verbatim_weights(self) -> dict[str, Any]:
         """`whole`: False while the weights are torn; `path` and `version` of the last whole update, and the number of `updates`;
         `error` of the last update if it failed; `claimed_by`: who is changing the weights; `group`: the joined NCCL group; `begun`:
-        whether vLLM has begun an update and not ended it; `logprob_mode`: what the engine returns as logprobs."""
+        whether vLLM has begun an update and not ended it; `engine`: a random name until it starts again; `logprob_mode`: what the engine
+        returns as logprobs."""
         told = self._answer(
             lambda engine: {
                 **engine.state,
                 "claimed_by": engine.claims.holder,
+                "engine": engine.identity,
                 "begun": self._weight_update_active,  # type: ignore[attr-defined]
             }
         )

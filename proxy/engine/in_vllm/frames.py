@@ -29,8 +29,11 @@ BUDGET = "max_total"
 
 
 class About(msgspec.Struct):
+    """`engine` is a random name that all API servers of one vLLM have, until it starts again."""
+
     protocol: int
     vllm: str
+    engine: str
 
 
 class Abort(msgspec.Struct):

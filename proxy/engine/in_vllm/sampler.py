@@ -10,7 +10,11 @@ listed in `proxy.engine.in_vllm.internals`, with the versions.
 from __future__ import annotations
 
 import base64
+import hashlib
 import logging
+import multiprocessing
+import os
+import secrets
 from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
@@ -72,8 +76,8 @@ def add_routes(app: FastAPI) -> None:
     app.add_api_route(ROUTE, _describe, methods=["GET"])
 
 
-async def _describe() -> JSONResponse:
-    return JSONResponse(msgspec.to_builtins(About(PROTOCOL, vllm.__version__)))
+async def _describe(raw: Request) -> JSONResponse:
+    return JSONResponse(msgspec.to_builtins(About(PROTOCOL, vllm.__version__, raw.app.state.verbatim.engine)))
 
 
 async def _sample(raw: Request) -> Response:
@@ -139,6 +143,14 @@ class RawTokens(ServingTokens):  # type: ignore[misc]
             yield result
 
 
+def name_engine(api_servers: int) -> str:
+    """A random name of this vLLM, the same in all its API servers, whose key for each other comes from the process that started them."""
+    if api_servers < 2:
+        return secrets.token_hex(8)
+    shared = multiprocessing.current_process().authkey + str(os.getppid()).encode()
+    return hashlib.sha256(shared).hexdigest()[:16]
+
+
 @dataclass(slots=True)
 class _Planned:
     """A planned request: vLLM's own, what it was made from as vLLM adjusted it, and what the service is told of the plan."""
@@ -153,6 +165,7 @@ class _Planned:
 class Sampler:
     def __init__(self, engine_client: EngineClient, state: State, args: Namespace) -> None:
         self.aborts = Aborts(engine_client, args)
+        self.engine = name_engine(engine_client.vllm_config.parallel_config._api_process_count)
         self._render = state.serving_render
         self._renderer = state.online_renderer
         self._window: int = self._renderer.model_config.max_model_len

@@ -23,6 +23,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from proxy.engine.apis.contact import EngineKinds
+from proxy.engine.apis.routers import TOPIC as ROUTER
 from proxy.engine.replica import Replica
 from proxy.engine.weights.replica import Guard, Push, hold_claim, update_replica
 from proxy.engine.weights.vllm import SETUP, TORN, Claim, Loaded, StepRefused, WeightApi
@@ -70,7 +71,8 @@ class WeightKeeper:
         current = await self._weights.current(replica.policy)
         if not replica.updatable:
             if current.version > 0:
-                raise EngineFailed(f"weights {current.version} were pushed and it cannot take them; {SETUP}")
+                way_out = f"it {replica.notes[ROUTER]}" if replica.router else SETUP
+                raise EngineFailed(f"weights {current.version} were pushed and it cannot take them; {way_out}")
             replica.weight_version = 0
             return None
         if await _samples_under(self.api(replica), current.version, replica):
@@ -82,8 +84,15 @@ class WeightKeeper:
         except Conflict:
             return _check_serving(replica)
 
+    async def refuse_router(self, replica: Replica) -> None:
+        """Raises EngineFailed if several engines answer at the replica's URL: the steps of an update would go to different ones."""
+        await self._kinds.look_behind(replica)
+        if replica.router:
+            raise EngineFailed(f"it {replica.notes[ROUTER]}")
+
     async def _settle(self, replica: Replica, lock: PushLock) -> None:
         """Bring the replica to the policy's current weights. With the lock held, no process on this store is pushing."""
+        await self.refuse_router(replica)
         api = self.api(replica, await self._weights.identity(), lock.fence)
         # If it is paused, that may be by a service on another store, whose claim then refuses this one. And a process that was
         # suspended during a push must not load into the replica when it resumes.

@@ -81,6 +81,9 @@ class WeightUpdater:
         """See `join_group`. No push runs meanwhile."""
         self._check_known(policy)
         async with self._keeper.lock(policy, self._settings.weights_timeout_seconds):
+            for replica in self._pool.of(policy):
+                if replica.alive:
+                    await self._keeper.refuse_router(replica)
             return await join_group(self._apis(policy), world_size, nccl)
 
     def _check_known(self, policy: str) -> None:
@@ -180,6 +183,7 @@ class WeightUpdater:
         if meeting is not None:
             guard = Guard(lock.check, commit, lambda: meeting.arrive(replica.name), outcome.tell)
         try:
+            await self._keeper.refuse_router(replica)
             api = self._keeper.api(replica, identity, lock.fence)
             await self._check_other_half(api, replica, push)
             await update_replica(api, replica, push, guard)

@@ -35,6 +35,9 @@ _REST_SECONDS = 1.0
 """How long the unread rest of an answer may take to arrive."""
 
 
+_NO_HEADERS: Mapping[str, str] = {}
+
+
 class ChannelError(Exception):
     """A request without a complete answer."""
 
@@ -361,7 +364,7 @@ class Channels:
         session_header: str = "",
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._session_header = session_header
+        self.session_header = session_header
         self._key = f"Authorization: Bearer {key}\r\n".encode() if key else b""
         self._connect_seconds = connect_seconds
         self._read_seconds = read_seconds
@@ -386,9 +389,10 @@ class Channels:
         more = f"Content-Length: {len(body)}\r\n{lines}\r\n"
         return await self._ask(b"POST", url, more.encode("latin-1"), body, fresh=headers.get("Connection") == "close")
 
-    async def get(self, url: str) -> Answer:
+    async def get(self, url: str, headers: Mapping[str, str] = _NO_HEADERS) -> Answer:
         """As `post`."""
-        return await self._ask(b"GET", url, b"\r\n", b"")
+        more = f"{_lines(headers)}\r\n".encode("latin-1")
+        return await self._ask(b"GET", url, more, b"", fresh=headers.get("Connection") == "close")
 
     def close(self) -> None:
         """Hang up everywhere, also where the rest of an answer is still to come that nobody reads."""
@@ -401,8 +405,8 @@ class Channels:
         target = _target(url)
         channel = (None if fresh else self._take_idle(target)) or await self._connect(target)
         authorized = b"" if b"\nAuthorization:" in target.lines else self._key
-        if self._session_header and (timeline := TIMELINE.get()) is not None and timeline.session_id:
-            authorized += _lines({self._session_header: timeline.session_id}).encode("latin-1")
+        if self.session_header and (timeline := TIMELINE.get()) is not None and timeline.session_id:
+            authorized += _lines({self.session_header: timeline.session_id}).encode("latin-1")
         if self._trace_headers is not None:
             authorized += _lines(self._trace_headers()).encode("latin-1")
         head = b"".join((method, b" ", target.path, target.lines, authorized, more))

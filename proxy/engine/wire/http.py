@@ -21,13 +21,15 @@ from proxy.engine.wire.channels import (
     ConnectTimeout,
     Unanswered,
 )
-from proxy.engine.wire.refusals import is_pause, paused, read_retry_after, refusal
+from proxy.engine.wire.refusals import read_retry_after, refusal
 from proxy.errors import EngineFailed, EngineUnavailable, VerbatimError
 from proxy.timeline import ENGINE, TIMELINE, CancelScope, Timeline, Waiting
 
 _encode = msgspec.json.Encoder().encode
 
 T = TypeVar("T")
+
+_HEAR_SECONDS = 5.0
 
 _STALE_CONNECTION = (CannotConnect, Unanswered, BrokenOff)
 """The errors raised when the engine has already closed the connection."""
@@ -39,9 +41,7 @@ class EngineAnswer(msgspec.Struct):
     error: Any = None
 
     def check(self, replica: Replica, path: str, content: bytes) -> None:
-        """Raises EngineFailed for an answer that reports an error, EngineBusy where the engine is paused; `content` is the whole of it."""
-        if isinstance(self.error, dict) and is_pause(self.error.get("message")):
-            raise paused(replica)
+        """Raises EngineFailed for an answer that reports an error; `content` is the whole of it."""
         if self.error:
             raise EngineFailed(f"engine {replica.name} broke off: {str(self.error)[:300]}")
 
@@ -123,6 +123,19 @@ class EngineHttp:
         except (ChannelError, TimeoutError) as error:
             raise self.translate(replica, error) from error
 
+    async def hear(self, replica: Replica, path: str, session: str, body: Any = None) -> bytes | None:
+        """What is answered over a connection of its own with HTTP 200, to a request of that session for a router; None for any other
+        answer. Nothing is thought of the replica for it."""
+        headers = {"Connection": "close", "X-Session-ID": session, self._channels.session_header or "X-Session-ID": session}
+        try:
+            async with asyncio.timeout(_HEAR_SECONDS):
+                url = replica.url + path
+                asked = self._channels.get(url, headers) if body is None else self._channels.post(url, _encode(body), headers)
+                async with await asked as answer:
+                    return await answer.read() if answer.status == 200 else None
+        except (ChannelError, TimeoutError):
+            return None
+
     def receive(
         self,
         replica: Replica,
@@ -146,8 +159,8 @@ class EngineHttp:
         """The weight version that all tokens of the call were sampled under; None if unknown or not reported in time.
 
         `before` is what the replica held before the call began. Versions only grow, so if the replica holds it now it held it
-        throughout; an engine that takes new weights reports them."""
-        if not replica.updatable:
+        throughout; an engine that takes new weights reports them, also behind a router."""
+        if not replica.updatable and not replica.router:
             return before
         try:
             async with scope.limit():

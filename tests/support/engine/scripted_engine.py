@@ -75,6 +75,10 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
         await self._send({"type": "http.response.body", "body": content})
 
+    async def answer_text(self, text: str) -> None:
+        await self._send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
+        await self._send({"type": "http.response.body", "body": text.encode()})
+
     async def answer_empty(self) -> None:
         await self._send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await self._send({"type": "http.response.body", "body": b""})
@@ -160,9 +164,11 @@ class ScriptedEngine:
             self._routes |= calls.routes | {
                 ("GET", "/v1/models"): self._models,
                 ("GET", "/health"): self._health,
+                ("GET", "/metrics/"): self._metrics,
             }
         if updatable and not plain:
             self._routes |= self.weights.routes
+        self._started_at = 0.0
         self._server: PromptServer | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -233,6 +239,9 @@ class ScriptedEngine:
     async def _health(self, exchange: Exchange, body: Any) -> None:
         await exchange.answer(None)
 
+    async def _metrics(self, exchange: Exchange, body: Any) -> None:
+        await exchange.answer_text(f"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds {self._started_at}\n")
+
     def start(self, port: int = 0) -> Self:
         # asyncio sends small pieces at once (TCP_NODELAY) only on sockets that name their protocol; others wait 40 ms for an ACK.
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -242,6 +251,7 @@ class ScriptedEngine:
         # From here on clients wait in line instead of being refused while the server comes up.
         listener.listen(128)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self._started_at = time.time()
         config = uvicorn.Config(
             self, http=_Protocol, loop="asyncio", ws="none", lifespan="off", log_level="critical", access_log=False
         )
