@@ -43,7 +43,7 @@ from proxy.call.turn import (
     take_prompt,
 )
 from proxy.dialects.base import Choice, Delta, FirstToken, ParsedMessage, Reply, Request, Sampling, new_call_id
-from proxy.engine.apis.base import Job, PlanRequest
+from proxy.engine.apis.base import Job, PlanRequest, PlansNoMore
 from proxy.engine.apis.renderer import Rendered
 from proxy.engine.apis.reply import Wanted, check_sampled
 from proxy.engine.in_vllm.frames import BUDGET
@@ -205,7 +205,7 @@ class Flow:
 
         async def sample(replica: Replica) -> Sampled:
             found = continuation(tree, request, replica.policy)
-            return await self._sample(await self._plan(judging, replica, found, NO_SHARE), lambda piece: None)
+            return await self._plan_and_sample(judging, replica, found, NO_SHARE, lambda piece: None)
 
         sampled = await self._sample_at_some_replica(judging, sample)
         if sampled.outcome.broken is not None:
@@ -254,7 +254,7 @@ class Flow:
     async def _sample_at(self, turn: Turn, emit: Emit, replica: Replica) -> Sampled:
         found, granted = await self._begin(turn, replica)
         try:
-            return await self._sample(await self._plan(turn, replica, found, granted), emit)
+            return await self._plan_and_sample(turn, replica, found, granted, emit)
         except VerbatimError:
             if not (turn.scope.hung_up and turn.scope.may_have_sampled):
                 # Otherwise the engine may have sampled tokens that are not known here, and the intent says so.
@@ -303,6 +303,12 @@ class Flow:
             return await self._sessions.begin(
                 turn.session_id, known, intent, most, left=left, wanted=share, created_at=created_at
             )
+
+    async def _plan_and_sample(self, turn: Turn, replica: Replica, found: Continuation, granted: Share, emit: Emit) -> Sampled:
+        try:
+            return await self._sample(await self._plan(turn, replica, found, granted), emit)
+        except PlansNoMore:
+            return await self._sample(await self._plan(turn, replica, found, granted), emit)
 
     async def _plan(self, turn: Turn, replica: Replica, found: Continuation, granted: Share) -> Planned:
         """The prompt's ids, for an engine that takes ids and does not plan itself, and sampling that fits window and budget."""

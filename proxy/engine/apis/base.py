@@ -24,7 +24,7 @@ from proxy.engine.apis.routers import LABEL, PLUGIN, START, Source
 from proxy.engine.replica import Replica
 from proxy.engine.weights.vllm import Claim, WeightApi
 from proxy.engine.wire.http import EngineHttp
-from proxy.errors import VerbatimError
+from proxy.errors import EngineUnavailable, VerbatimError
 from proxy.images import data_url, write_images
 from proxy.timeline import CancelScope
 from reconstruct.media import Ranges
@@ -76,6 +76,10 @@ class Job:
     def prompt_json(self) -> msgspec.Raw:
         """`prompt_ids` as JSON text."""
         return msgspec.Raw(self.id_text.write(self.prompt_ids))
+
+
+class PlansNoMore(EngineUnavailable):
+    """The replica lost what planned its prompts, before anything was sampled: the prompt has to be planned here, and the call sampled."""
 
 
 Emit = Callable[[FirstToken | Delta], None]

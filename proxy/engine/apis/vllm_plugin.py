@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from proxy.dialects.base import Delta, FirstToken
-from proxy.engine.apis.base import Emit, Job, PlanRequest, chat_body
+from proxy.engine.apis.base import Emit, Job, PlanRequest, PlansNoMore, chat_body
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.reply import (
     CertainText,
@@ -52,8 +52,8 @@ from proxy.engine.in_vllm.frames import (
 from proxy.engine.in_vllm.internals import CHECKED
 from proxy.engine.replica import Replica
 from proxy.engine.wire.http import EngineHttp
-from proxy.engine.wire.refusals import UnknownRoute
-from proxy.errors import ContextTooLong, EngineFailed, EngineUnavailable
+from proxy.engine.wire.refusals import FramesRefused
+from proxy.errors import ContextTooLong, EngineFailed
 from proxy.images import SCHEME, media_type, write_images
 from reconstruct.details import NO_TOKEN
 from reconstruct.prompt import Prompt
@@ -103,10 +103,11 @@ async def sample(http: EngineHttp, replica: Replica, job: Job, *, stream: bool, 
         with Reading(reply.choices) as reading:
             async with http.receive_frames(replica, SAMPLE, write_ask(_ask(replica, job, stream)), job.scope) as answer:
                 await answer.follow(reply.add)
-    except UnknownRoute as error:
-        # It was started again without the plugin.
+    except FramesRefused as error:
+        # Of a router, or the engine was started again without the plugin.
         replica.plugin = False
-        raise EngineUnavailable(error.message) from error
+        replica.note(NOTE, f"takes calls over vLLM's own routes: the plugin's requests are refused there ({error.message})")
+        raise PlansNoMore(error.message) from error
     except ContextTooLong as error:
         error.param = "messages" if job.request.prompt is None else "prompt"
         raise

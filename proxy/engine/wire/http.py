@@ -21,7 +21,7 @@ from proxy.engine.wire.channels import (
     ConnectTimeout,
     Unanswered,
 )
-from proxy.engine.wire.refusals import read_retry_after, refusal
+from proxy.engine.wire.refusals import frames_refusal, read_retry_after, refusal
 from proxy.errors import EngineFailed, EngineUnavailable, VerbatimError
 from proxy.timeline import ENGINE, TIMELINE, CancelScope, Timeline, Waiting
 
@@ -219,6 +219,8 @@ class EngineHttp:
 class Answers(Generic[A]):
     """The answer to one sampling request while it arrives, whole or as a stream of events."""
 
+    _refusal = staticmethod(refusal)
+
     def __init__(
         self,
         http: EngineHttp,
@@ -250,7 +252,7 @@ class Answers(Generic[A]):
                 answer = self._answer = await self._channels.post(self._replica.url + self._path, self._body, self._headers)
                 self._scope.attach(answer.close)
                 if answer.status != 200:
-                    raise await _read_refusal(self._replica, self._path, answer)
+                    raise await _read_refusal(self._replica, self._path, answer, self._refusal)
         except (TimeoutError, ChannelError) as error:
             raise self._http.translate(self._replica, error, self._scope) from error
         except BaseException:
@@ -371,7 +373,10 @@ class Answers(Generic[A]):
 
 
 class Frames(Answers[Any]):
-    """The answer of the plugin inside vLLM, whole or streamed, to `follow`. The last frame must be Done or Failed."""
+    """The answer of the plugin inside vLLM, whole or streamed, to `follow`. The last frame must be Done or Failed. Raises FramesRefused
+    where it is refused on the way."""
+
+    _refusal = staticmethod(frames_refusal)
 
     def __init__(self, *request: Any) -> None:
         super().__init__(*request)
@@ -389,8 +394,10 @@ class Frames(Answers[Any]):
         return not (frames and isinstance(frames[-1], Done | Failed))
 
 
-async def _read_refusal(replica: Replica, path: str, answer: Answer) -> VerbatimError:
-    return refusal(replica, path, answer.status, await answer.read_refusal(), read_retry_after(answer.retry_after))
+async def _read_refusal(
+    replica: Replica, path: str, answer: Answer, read: Callable[..., VerbatimError] = refusal
+) -> VerbatimError:
+    return read(replica, path, answer.status, await answer.read_refusal(), read_retry_after(answer.retry_after))
 
 
 async def _retry_stale(ask: Callable[[], Awaitable[T]]) -> T:

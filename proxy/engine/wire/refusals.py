@@ -33,8 +33,6 @@ def refusal(replica: Replica, path: str, status: int, data: bytes, retry_after: 
     if status in (401, 403):
         # Without the server's words, which may repeat the key.
         return EngineUnavailable(f"engine {replica.name} refuses the service's own key (HTTP {status})")
-    if status == 503 and is_pause(message):
-        return paused(replica)
     if status in (429, 503):
         busy = f"engine {replica.name} is too busy (HTTP {status}): {message[:300]}"
         return EngineUnavailable(busy) if retry_after is None else EngineBusy(busy, retry_after)
@@ -43,14 +41,26 @@ def refusal(replica: Replica, path: str, status: int, data: bytes, retry_after: 
     return EngineFailed(f"engine {replica.name} failed with HTTP {status}: {message[:300]}")
 
 
-def is_pause(message: Any) -> bool:
-    """Whether an engine says that it takes the call once it is resumed. Source: vLLM 0.33, v1/engine/core.py, which answers so in the
-    modes `wait` and `abort` of a pause; before, the call waited in the engine."""
-    return isinstance(message, str) and message.startswith("Generation is paused")
+class FramesRefused(EngineUnavailable):
+    """What answers there does not take the plugin's requests, or knows none. Nothing was sampled."""
 
 
-def paused(replica: Replica) -> EngineBusy:
-    return EngineBusy(f"engine {replica.name} is paused while its weights change", 0.0)
+_ABOUT_THE_CALL = (408, 413, 429)
+"""Refusals that do not depend on what a request is written in."""
+
+
+def frames_refusal(replica: Replica, path: str, status: int, data: bytes, retry_after: float | None = None) -> VerbatimError:
+    """As `refusal`, of a request to the plugin inside vLLM: FramesRefused if it is not in vLLM's own words, with the status inside. Then it
+    is a router's or a gateway's that reads JSON alone, or the route is gone."""
+    error = refusal(replica, path, status, data, retry_after)
+    if status in _ABOUT_THE_CALL or (status >= 500 and status != 501):
+        return error
+    try:
+        told = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        told = None
+    own = told.get("error") if isinstance(told, dict) else None
+    return error if isinstance(own, dict) and own.get("code") == status else FramesRefused(error.message)
 
 
 _NO_ROUTE = ("", "{}", "Not Found")

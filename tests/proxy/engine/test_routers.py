@@ -9,10 +9,11 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import NotFoundError
+from openai import BadRequestError, NotFoundError
 
+from proxy.engine.in_vllm.frames import PROTOCOL, ROUTE, SAMPLE
 from tests.support.engine.routers import Balancer, running_router
-from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.engine.scripted_engine import Exchange, ScriptedEngine
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, streamed_text, wait_until
 
@@ -151,3 +152,61 @@ def test_an_engine_that_starts_again_is_no_router(redis_server: RedisServer, tmp
             wait_until(lambda: engine.weights.label == str(version), 120, "it has the weights again")  # noqa: B023
         wait_until(lambda: replica_of(service)["status"] == "serving", 120, "it serves")
         assert replica_of(service)["router"] is False
+
+
+class WithPlugin(ScriptedEngine):
+    """An engine whose plugin is found, and what stands before it refuses the plugin's requests."""
+
+    def __init__(self, status: int, refusal: Any) -> None:
+        super().__init__("qwen3")
+        self.status, self.refusal, self.refused = status, refusal, 0
+        self._routes |= {("GET", ROUTE): self._about}
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] != SAMPLE:
+            return await super().__call__(scope, receive, send)
+        self.refused += 1
+        exchange = Exchange(scope, receive, send)
+        await exchange.read()
+        await exchange.answer(self.refusal, self.status)
+        return None
+
+    async def _about(self, exchange: Exchange, body: Any) -> None:
+        await exchange.answer({"protocol": PROTOCOL, "vllm": "0.32.0", "engine": "e"})
+
+
+REFUSALS: dict[str, tuple[int, Any]] = {
+    "vllm-router": (400, "Invalid JSON body: expected value at line 1 column 1"),
+    "a gateway's JSON": (400, {"error": {"message": "not JSON", "type": "invalid_request_error", "code": "invalid_json"}}),
+    "a schema": (422, {"detail": [{"loc": ["body"], "msg": "invalid JSON"}]}),
+    "media type": (415, {"message": "Unsupported Media Type"}),
+    "method": (405, {"detail": "Method Not Allowed"}),
+    "no route": (404, {"detail": "Not Found"}),
+    "a firewall": (403, "<html>blocked</html>"),
+    "not implemented": (501, ""),
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_a_call_whose_plugin_request_is_refused_on_the_way_is_made_over_vllms_routes(
+    redis_server: RedisServer, refusal: str
+) -> None:
+    """The harness read the refusal, as if it were its own request's fault. It is made once: the next call goes over the routes at once."""
+    redis_server.flushall()
+    with WithPlugin(*REFUSALS[refusal]) as engine, RunningService(engine.url, redis_server.url) as service:
+        session = service.session()
+        assert session.ask("hello").choices[0].message.content is not None
+        streamed_text(session.ask("hello again", stream=True))
+        session.client.completions.create(model="policy", prompt="once upon", max_tokens=2)
+        assert engine.refused <= 1 and replica_of(service)["plugin"] is False
+        assert any("the plugin's requests are refused" in note for note in replica_of(service)["notes"])
+        assert len(session.calls) == 3
+
+
+def test_what_the_plugin_itself_refuses_is_the_calls_fault(redis_server: RedisServer) -> None:
+    redis_server.flushall()
+    own = {"error": {"message": "temperature must be positive", "type": "BadRequestError", "param": "temperature", "code": 400}}
+    with WithPlugin(400, own) as engine, RunningService(engine.url, redis_server.url) as service:
+        with pytest.raises(BadRequestError, match="temperature must be positive"):
+            service.session().ask("hello")
+        assert replica_of(service)["plugin"] is True
