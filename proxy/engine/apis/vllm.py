@@ -272,7 +272,7 @@ class VllmTokens(EngineKind):
 
     async def _sample_text(self, replica: Replica, job: Job, stream: bool, emit: Emit) -> Outcome:
         """Emits the engine's own pieces of text."""
-        choices = [_TextChoice(index) for index in range(job.request.n)]
+        choices = [_TextChoice(index, job.request.top_logprobs or 0) for index in range(job.request.n)]
         cached, prompt_logprobs, begun = 0, None, not stream
         streams = _can_stream(replica, job, stream)
         body = generate_body(replica, job, streams) | {"output_mode": "text"}
@@ -352,8 +352,10 @@ class _TextAnswer(GenerateAnswer):
 class _TextChoice(PieceChoice):
     """A choice whose text the engine returns."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, most: int) -> None:
+        """`most`: how many alternatives of a token are shown; vLLM may return one more."""
         super().__init__(index)
+        self._most = max(most, 1)
         self._text: list[str] = []
         self._entries: list[dict[str, Any]] = []
 
@@ -363,7 +365,8 @@ class _TextChoice(PieceChoice):
                 "the engine returned no text after a prompt, as vLLM before 0.32 does: --engine-api chat takes prompts"
             )
         self.add_piece(piece)
-        entries = (piece.logprobs.content if piece.logprobs else None) or []
+        told = (piece.logprobs.content if piece.logprobs else None) or []
+        entries = [{**entry, "top_logprobs": (entry.get("top_logprobs") or [])[: self._most]} for entry in told]
         self._text.append(piece.text)
         self._entries.extend(entries)
         return Delta(self.index, piece.text, logprobs=entries, token_ids=piece.token_ids or [])

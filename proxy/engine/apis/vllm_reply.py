@@ -257,9 +257,8 @@ class SampledChoice(PieceChoice):
         self.versions = [] if version is None else [Version(version, 0, len(self.token_ids))]
 
     def shown_entries(self, job: Job) -> list[Logprob]:
-        """The entries as the harness sees them: it may have asked for fewer alternatives than the engine was."""
-        if not job.wanted.top_logprobs:
-            return self.entries
+        """The entries as the harness sees them: it may have asked for fewer alternatives than the engine was, and since 0.33 vLLM returns
+        one more where the sampled token is not among the likeliest."""
         most = max(job.request.top_logprobs or 0, 1)
         return [msgspec.structs.replace(entry, top_logprobs=_first_tops(entry, most)) for entry in self.entries]
 
