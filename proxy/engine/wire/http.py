@@ -21,7 +21,7 @@ from proxy.engine.wire.channels import (
     ConnectTimeout,
     Unanswered,
 )
-from proxy.engine.wire.refusals import frames_refusal, read_retry_after, refusal
+from proxy.engine.wire.refusals import frames_refusal, is_pause, paused, read_retry_after, refusal
 from proxy.errors import EngineFailed, EngineUnavailable, VerbatimError
 from proxy.timeline import ENGINE, TIMELINE, CancelScope, Timeline, Waiting
 
@@ -41,7 +41,9 @@ class EngineAnswer(msgspec.Struct):
     error: Any = None
 
     def check(self, replica: Replica, path: str, content: bytes) -> None:
-        """Raises EngineFailed for an answer that reports an error; `content` is the whole of it."""
+        """Raises EngineFailed for an answer that reports an error, EngineBusy where the engine is paused; `content` is the whole of it."""
+        if isinstance(self.error, dict) and is_pause(self.error.get("message")):
+            raise paused(replica)
         if self.error:
             raise EngineFailed(f"engine {replica.name} broke off: {str(self.error)[:300]}")
 

@@ -33,6 +33,8 @@ def refusal(replica: Replica, path: str, status: int, data: bytes, retry_after: 
     if status in (401, 403):
         # Without the server's words, which may repeat the key.
         return EngineUnavailable(f"engine {replica.name} refuses the service's own key (HTTP {status})")
+    if status == 503 and is_pause(message):
+        return paused(replica)
     if status in (429, 503):
         busy = f"engine {replica.name} is too busy (HTTP {status}): {message[:300]}"
         return EngineUnavailable(busy) if retry_after is None else EngineBusy(busy, retry_after)
@@ -61,6 +63,16 @@ def frames_refusal(replica: Replica, path: str, status: int, data: bytes, retry_
         told = None
     own = told.get("error") if isinstance(told, dict) else None
     return error if isinstance(own, dict) and own.get("code") == status else FramesRefused(error.message)
+
+
+def is_pause(message: Any) -> bool:
+    """Whether an engine says that it takes the call once it is resumed. Source: vLLM 0.33, v1/engine/core.py, which answers so in the
+    modes `wait` and `abort` of a pause; before, the call waited in the engine."""
+    return isinstance(message, str) and message.startswith("Generation is paused")
+
+
+def paused(replica: Replica) -> EngineBusy:
+    return EngineBusy(f"engine {replica.name} is paused while its weights change", 0.0)
 
 
 _NO_ROUTE = ("", "{}", "Not Found")

@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from openai import BadRequestError, InternalServerError, NotFoundError
+from openai import APIStatusError, BadRequestError, InternalServerError, NotFoundError
 
 from proxy.store import keys
 from tests.support.engine.scripted_engine import Fail, Generation, Say, ScriptedEngine, logprobs_of
@@ -815,6 +816,49 @@ def test_calls_that_arrive_during_a_push_are_held_and_sampled_under_the_new_weig
         assert pushed.result()["applied"]
         assert early.calls[0]["weight_versions"] == [[0, 0, 3]]
         assert late.calls[0]["weight_versions"] == [[1, 0, 2]]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_a_call_that_reaches_a_paused_engine_waits_until_it_is_resumed(own_redis_url: str, mode: str, stream: bool) -> None:
+    """vLLM 0.33 refuses it with 503. Another service, or another process of this one, changes the weights, so that no gate holds it."""
+    with (
+        ScriptedEngine("qwen3") as engine,
+        RunningService(engine.url, own_redis_url) as service,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        engine.sampler.refuses_while_paused = True
+        httpx.post(f"{engine.url}/pause?mode={mode}").raise_for_status()
+        engine.say("fish")
+        session = service.session()
+        answer = pool.submit(
+            lambda: streamed_text(session.ask("q", stream=True))[0] if stream else session.answer("q")["content"]
+        )
+        engine.wait_for(lambda: engine.sampler.refused > 1)
+        httpx.post(f"{engine.url}/resume").raise_for_status()
+        assert answer.result() == "fish"
+        assert [call["status"] for call in session.calls] == ["finished"]
+
+
+def test_a_call_waits_no_longer_for_a_paused_engine_than_for_a_seat(own_redis_url: str) -> None:
+    with ScriptedEngine("qwen3") as engine, RunningService(engine.url, own_redis_url, queue_seconds=0.01) as service:
+        engine.sampler.refuses_while_paused = True
+        httpx.post(f"{engine.url}/pause?mode=wait").raise_for_status()
+        session = service.session()
+        with pytest.raises(APIStatusError, match="is paused while its weights change") as refused:
+            session.ask("q")
+        assert refused.value.status_code == 503 and session.calls == []
+
+
+def test_a_harness_sees_as_many_alternatives_as_it_asked_for(own_redis_url: str) -> None:
+    """vLLM 0.33 returns one more where the sampled token is not among the likeliest."""
+    with ScriptedEngine("qwen3") as engine, RunningService(engine.url, own_redis_url) as service:
+        engine.sampler.shows_one_more = True
+        chat = service.session().ask("q", logprobs=True, top_logprobs=2).choices[0].logprobs
+        text = service.session().client.completions.create(model="policy", prompt="q", logprobs=2).choices[0].logprobs
+        assert chat is not None and text is not None
+        assert {len(entry.top_logprobs) for entry in chat.content or ()} == {2}
+        assert {len(alternatives) for alternatives in text.top_logprobs or ()} == {2}
 
 
 @contextmanager

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 ENGINE_ERROR = Fail(500, "EngineCore encountered an issue. See stack trace (above) for the root cause.")
 
+PAUSED = Fail(503, "Generation is paused. Please retry after it resumes.", "ServiceUnavailableError")
+
 
 class Refused(Exception):
     def __init__(self, fault: Fail) -> None:
@@ -179,6 +181,10 @@ class SamplingCalls:
         """Sample what the script says until the end, an abort, or the client's hanging up."""
         from tests.support.engine.scripted_engine import misfortune
 
+        if self._engine.sampler.refusing:
+            self._engine.sampler.refused += 1
+            await answer.fail(PAUSED)
+            return
         replies = [self._engine.reply_to(generation, index) for index in range(generation.n)]
         says = [reply for reply in replies if isinstance(reply, Say)]
         fault = next((reply for reply in replies if not isinstance(reply, Say)), None)

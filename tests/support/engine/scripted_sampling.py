@@ -137,15 +137,22 @@ class Sampler:
         self.admitting = asyncio.Event()
         self.going = asyncio.Event()
         self.running: set[Generation] = set()
+        self.refuses_while_paused = False
+        """As vLLM 0.33 does but in mode `keep`; before, new requests wait in every mode."""
+        self.refused = 0
+        self.shows_one_more = False
+        """As vLLM 0.33 does where the sampled token is not among the likeliest."""
         self.resume()
 
     def resume(self) -> None:
         self.admitting.set()
         self.going.set()
+        self.refusing = False
 
     async def pause(self, mode: str) -> None:
-        """`keep` freezes what runs, `wait` lets it end first, `abort` ends it; new requests wait in every mode."""
+        """`keep` freezes what runs, `wait` lets it end first, `abort` ends it; new requests wait, or are refused."""
         self.admitting.clear()
+        self.refusing = self.refuses_while_paused and mode != "keep"
         if mode == "keep":
             self.going.clear()
         if mode == "abort":
@@ -254,7 +261,10 @@ class _Choice:
             return None
         logprob = None if position in self._say.unknown_logprobs else _logprob(self._state)
         sampled = {"token_id": token_id, "logprob": logprob, "rank": 1 + self._state % 3}
-        others = [(token_id + step) % self._sampler.family.tokenizer.get_vocab_size() for step in range(1, wanted)]
+        others = [
+            (token_id + step) % self._sampler.family.tokenizer.get_vocab_size()
+            for step in range(1, wanted + self._sampler.shows_one_more)
+        ]
         top = [sampled, *({"token_id": other, "logprob": -9.0, "rank": 9} for other in others)]
         return {**sampled, "top_logprobs": top}
 
