@@ -34,8 +34,12 @@ def require_vllm() -> None:
 _SERVE = """
 from prometheus_client import values
 from vllm.entrypoints.cli.serve import run_multi_api_server
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+try:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+except ImportError:  # since 0.33
+    from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
 
 args = make_arg_parser(FlexibleArgumentParser()).parse_args()
 validate_parsed_serve_args(args)
