@@ -55,7 +55,7 @@ def run(
         int | None, typer.Option(metavar="N", min=1, help="How many sessions complete the group. Needs --group-id.")
     ] = None,
     reward: Annotated[
-        float | None, typer.Option(metavar="X", help="Close the session with this reward if the harness exits with code 0.")
+        float | None, typer.Option(metavar="X", help="Close the session with this reward if the run is completed.")
     ] = None,
     timeout: Annotated[
         float | None,
@@ -81,8 +81,9 @@ def run(
     verbatim run --harness shell -- python my_agent.py --steps 3
 
     The exit code is the harness's; 124 after a timeout, 130 after Ctrl-C (which is passed on; a second one kills), 126 or 127
-    if it could not be started. The session is closed as completed, failed, timeout or cancelled to match, and as failed, with a
-    warning, if the harness never called the model. While the service accepts no new sessions because the trainers are behind, the
+    if it could not be started. The session is closed as completed, failed, timeout or cancelled to match; as failed, with a
+    warning, if the harness never called the model; as completed, with a warning, if it ends with a code that its definition
+    gives for finished work and the last reply did finish it. While the service accepts no new sessions because the trainers are behind, the
     command waits.
     """
     from cli.control import Control
@@ -102,7 +103,7 @@ def run(
         try:
             with make_home(keep_home) as home:
                 outcome = attempt(definition, session, words, model, home, passed, timeout, stop)
-            outcome = check_calls(definition.name, session, outcome)
+            outcome = check_calls(definition, session, outcome)
         finally:
             close(session, outcome, reward)
     report(session, outcome, reward)
@@ -236,16 +237,21 @@ def make_outcome(name: str, exit_code: int, timed_out_after: float | None, stopp
     return Outcome("completed", 0)
 
 
-def check_calls(name: str, session: OpenedSession, outcome: Outcome) -> Outcome:
-    """`outcome`, or a failure if the harness exited with code 0 without ever calling the model: a reward would be meaningless."""
+def check_calls(definition: Harness, session: OpenedSession, outcome: Outcome) -> Outcome:
+    """`outcome` in view of the session's calls: a failure if the harness exited with code 0 and never called the model, because a reward
+    would be meaningless; completed if it exited with another code after it had finished its work (`Harness.has_finished`)."""
     from rollout.attempts import Failure
 
+    name, code = definition.name, outcome.exit_code
     with suppress(Refusal):
         if outcome.status == "completed" and not session.has_calls():
             error = (
                 f"{name} ended with exit code 0 and never called the model: check its output, and the base URL and key it read"
             )
             return replace(outcome, status="failed", error=f"{Failure.NO_CALLS}: {error}", summary=Failure.NO_CALLS)
+        if outcome.status == "failed" and code in definition.finished_exit_codes and session.has_finished(definition, code):
+            warning = f"{name} ended with exit code {code}, but had finished its work: its definition says how that is told"
+            return replace(outcome, status="completed", error=None, warning="; ".join(filter(None, (outcome.warning, warning))))
     return outcome
 
 
@@ -332,6 +338,7 @@ def tell(sentence: str) -> None:
 # The session of a harness
 
 
+CALLS_PAGE = 200
 CLOSE_TRIES = 3
 MOST_ERROR_CHARACTERS = 4000
 
@@ -424,6 +431,17 @@ class OpenedSession:
     def has_calls(self) -> bool:
         """Raises `Refusal`."""
         return bool(self.control.get(self.path)["calls"])
+
+    def has_finished(self, definition: Harness, exit_code: int) -> bool:
+        """Whether the session's last call was served and ended the harness's work. Raises `Refusal`."""
+        page = self.control.get(f"{self.path}/calls", limit=CALLS_PAGE)
+        calls: list[dict[str, Any]] = page["calls"]
+        while page["cursor"] is not None:
+            page = self.control.get(f"{self.path}/calls", limit=CALLS_PAGE, cursor=page["cursor"])
+            calls += page["calls"]
+        unserved = self.control.get(self.path)["unserved"]
+        last = max((call["started_at"] for call in calls), default=0.0)
+        return (unserved is None or unserved["at"] <= last) and definition.has_finished(exit_code, calls)
 
     def summary(self, status: str | None = None) -> list[str]:
         """A line with the session's status (or `status`), its calls and the accounting of its sampled tokens, and one with its rows by

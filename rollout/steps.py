@@ -229,7 +229,7 @@ def check_run(
     if done.exit_code > SIGNALLED and not done.timed_out:
         message = f"{name} was ended by signal {done.exit_code - SIGNALLED}: {read_tail(done)}"
         raise RolloutFailed(Failure.HARNESS_CRASHED, message, look)
-    if done.exit_code and not done.timed_out:
+    if not done.timed_out and not harness.harness.has_finished(done.exit_code, calls):
         raise RolloutFailed(Failure.HARNESS_FAILED, f"{name} ended with exit code {done.exit_code}: {read_tail(done)}", look)
     if not calls:
         raise RolloutFailed(Failure.NO_CALLS, f"{name} never called the model: {read_tail(done)}", look)

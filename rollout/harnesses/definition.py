@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 STDIN = ("none", "inherit", "prompt")
 OTHERS_BYTES = 4096
 """Reserved for the values of placeholders other than the prompt."""
+MOST_OF_ITS_OWN = 125
+"""Exit codes above it are those of a shell: not executable, not found, ended by a signal."""
 SCRIPT = ".verbatim-command"
 """Below the home: a command line that is too long for an argument."""
 
@@ -93,6 +95,8 @@ class Harness:
     """Folder below the home where it looks for skills, each a folder with a SKILL.md; empty: it accepts none."""
     roles: tuple[RoleRule, ...] = ()
     """The roles of calls whose headers do not tell: the first rule that matches a call applies."""
+    finished_exit_codes: tuple[int, ...] = ()
+    """The exit codes other than 0 of a harness that may have finished its work: see `has_finished`."""
 
     def __post_init__(self) -> None:
         if not _NAME.match(self.name):
@@ -101,6 +105,9 @@ class Harness:
             raise BadDefinition(f"{self.name}: dialect: {self.dialect!r} {_NAME_RULE}")
         if self.stdin not in STDIN:
             raise BadDefinition(f"{self.name}: stdin cannot be {self.stdin!r}: choose one of {', '.join(STDIN)}")
+        for code in self.finished_exit_codes:
+            if not 1 <= code <= MOST_OF_ITS_OWN:
+                raise BadDefinition(f"{self.name}: finished_exit_codes: {code} is not one of 1 to {MOST_OF_ITS_OWN}")
         for variable in (*self.env, *self.unset):
             if not _VARIABLE.match(variable):
                 raise BadDefinition(f"{self.name}: {variable!r} is not the name of an environment variable")
@@ -174,6 +181,17 @@ class Harness:
             stdin=values["prompt"].encode() if self.stdin == "prompt" else b"",
         )
 
+    def has_finished(self, exit_code: int, calls: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether a run that ended with `exit_code` had done its work. `calls` are the session's, in any order.
+
+        0 means yes. A code of `finished_exit_codes` does where the agent's last call, side calls aside, ended the work: the whole reply
+        reached the agent, it ended by itself, and it calls no tool, or none that could be parsed."""
+        if exit_code not in self.finished_exit_codes:
+            return exit_code == 0
+        own = [call for call in calls if call["role"] != "side" and call.get("lookahead") != "not_chosen"]
+        last = max(own, key=lambda call: call["started_at"], default=None)
+        return last is not None and _ends_work(last)
+
     def check_prompt(self, prompt: str) -> None:
         """Raises `PromptTooLong` if the system would not pass an argument or variable that contains the prompt."""
         passed = [text for where, text in self._list_texts() if not where.startswith("file ") and uses(text, "prompt")]
@@ -197,6 +215,12 @@ class Harness:
         parts = PurePosixPath(path).parts
         if not parts or path.startswith("/") or ".." in parts or "\0" in path or path.endswith("/"):
             raise OutsideHome(f"{self.name}: file {path!r} is not a path relative to the home that stays below it")
+
+
+def _ends_work(call: Mapping[str, Any]) -> bool:
+    served = call["role"] == "main" and call["status"] == "finished" and call["delivered"]
+    wants_tool = call["invalid_tool_call"] or (call["reply"] or {}).get("tool_calls")
+    return served and call["finish_reason"] == "stop" and not wants_tool
 
 
 def _count_bytes(text: str) -> int:
@@ -227,6 +251,10 @@ def _parse_field(name: str, key: str, value: Any) -> Any:
     if key in ("argv", "version_argv", "install", "unset"):
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise BadDefinition(f"{name}: {key} must be a list of strings")
+        return tuple(value)
+    if key == "finished_exit_codes":
+        if not isinstance(value, list) or not all(type(item) is int for item in value):
+            raise BadDefinition(f"{name}: {key} must be a list of integers")
         return tuple(value)
     if key in ("env", "files"):
         if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):

@@ -329,6 +329,33 @@ def test_an_engine_that_names_no_model_fails_the_session_unless_one_is_given(red
         assert (given.returncode, given.stdout) == (0, "m7\n")
 
 
+@pytest.mark.parametrize(
+    ("reply", "code", "status"),
+    [("All done.", 1, "completed"), ("All done.", 2, "failed"), (None, 1, "failed")],
+    ids=["finished", "another code", "in the middle"],
+)
+def test_a_harness_that_ends_with_its_code_for_finished_work_has_completed_it(
+    engine: ScriptedEngine, service: Serving, scratch: Path, reply: str | None, code: int, status: str
+) -> None:
+    """The reply that calls a tool does not end the work, whatever the exit code says."""
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    ask = {"model": "policy", "messages": [{"role": "user", "content": "q"}], "tools": [tool]}
+    program = (
+        "import os, sys, urllib.request as web; "
+        "head = {'Authorization': 'Bearer ' + os.environ['KEY'], 'Content-Type': 'application/json'}; "
+        f"web.urlopen(web.Request(os.environ['URL'] + '/chat/completions', {json.dumps(ask)!r}.encode(), head)).read(); "
+        f"sys.exit({code})"
+    )
+    text = f"argv = {json.dumps([sys.executable, '-c', program])}\nfinished_exit_codes = [1]\n"
+    write_definition("ends", text + '[env]\nURL = "{openai}"\nKEY = "{api_key}"')
+    engine.say(engine.family.speak(reply) if reply else engine.family.speak(calls=[("look", {})]))
+    done = run(service, "--harness", "ends", "--reward", "1", VERBATIM_HARNESSES=str(scratch))
+    session = session_of(service, done.stderr)
+    assert (done.returncode, session["status"]) == (code, status), done.stderr
+    assert session["reward"] == (1.0 if status == "completed" else None)
+    assert ("had finished its work" in done.stderr) == (status == "completed")
+
+
 TELLS_LIMITS = """argv = ["sh", "-c", "echo $WINDOW $MAX_INPUT $MAX_OUTPUT"]
 [env]
 WINDOW = "{window}"

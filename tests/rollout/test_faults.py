@@ -28,6 +28,8 @@ from rollout.attempts import RETRIED, AttemptId, Failure, RolloutFailed
 from rollout.evaluation import Evaluation
 from rollout.evaluators import catalogue
 from rollout.evaluators.base import Score
+from rollout.harnesses.catalogue import load
+from rollout.harnesses.definition import parse
 from rollout.logs import AttemptLogs
 from rollout.runtimes.base import Executed, Runtime
 from rollout.runtimes.command_runtime import CommandRuntime
@@ -431,17 +433,36 @@ async def test_a_group_that_has_begun_is_completed_by_a_node_whose_only_slot_is_
 @pytest.mark.parametrize("exit_code", [0, 1, 130])
 def test_an_agent_that_its_sessions_budget_ended_is_scored_however_it_took_that(tmp_path: Path, exit_code: int) -> None:
     """What it did until then is what the policy did; another attempt would end there, too."""
-    harness: Any = SimpleNamespace(harness=SimpleNamespace(name="pi"), logs=AttemptLogs("n", tmp_path, AttemptId("t", 0, 1)))
+    harness: Any = SimpleNamespace(harness=load("pi"), logs=AttemptLogs("n", tmp_path, AttemptId("t", 0, 1)))
     served = {"call_id": "a", "status": "finished", "started_at": 2.0}
     refused = {"call_id": "b", "at": 3.0, "code": BudgetExhausted.code, "message": "the budget is spent"}
     check_run(harness, Executed(exit_code, b"", b""), [served], {"unserved": refused})
+
+
+def test_an_agent_that_exits_with_its_code_for_finished_work_is_scored_if_the_last_reply_ended_it(tmp_path: Path) -> None:
+    definition = parse({"dialect": "chat", "argv": ["agent"], "finished_exit_codes": [1]}, "mine")
+    harness: Any = SimpleNamespace(harness=definition, logs=AttemptLogs("n", tmp_path, AttemptId("t", 0, 1)))
+    state = {"role": "main", "status": "finished", "delivered": True, "invalid_tool_call": False, "started_at": 2.0}
+    ends = {**state, "call_id": "a", "finish_reason": "stop", "reply": {"content": "Done."}}
+    check_run(harness, Executed(1, b"", b""), [ends])
+    acts = {**ends, "call_id": "b", "finish_reason": "tool_calls", "started_at": 3.0}
+    unserved = {"unserved": {"call_id": "c", "at": 3.0, "code": EngineFailed.code, "message": "it broke"}}
+    for exit_code, calls, session, failure in (
+        (1, [ends, acts], {}, Failure.HARNESS_FAILED),
+        (2, [ends], {}, Failure.HARNESS_FAILED),
+        (137, [ends], {}, Failure.HARNESS_CRASHED),
+        (1, [ends], unserved, Failure.SERVICE_FAILED),
+    ):
+        with pytest.raises(RolloutFailed) as failed:
+            check_run(harness, Executed(exit_code, b"", b""), calls, session)
+        assert failed.value.failure is failure
 
 
 @pytest.mark.parametrize("exit_code", [0, 1])
 def test_an_agent_whose_last_call_the_service_died_in_is_tried_again(tmp_path: Path, exit_code: int) -> None:
     """What it does then, giving up well or badly, is nothing that the policy did."""
     attempt = AttemptId("t", 0, 1)
-    harness: Any = SimpleNamespace(harness=SimpleNamespace(name="pi"), logs=AttemptLogs("n", tmp_path, attempt))
+    harness: Any = SimpleNamespace(harness=load("pi"), logs=AttemptLogs("n", tmp_path, attempt))
     done = Executed(exit_code, b"", b"")
     served = {"call_id": "a", "status": "finished", "started_at": 2.0}
     died = {"call_id": "b", "status": "dangling", "started_at": 3.0}
@@ -454,7 +475,7 @@ def test_an_agent_whose_last_call_the_service_died_in_is_tried_again(tmp_path: P
 
 def test_an_agent_that_is_stopped_in_a_call_that_hangs_ran_out_of_its_own_budget(tmp_path: Path) -> None:
     attempt = AttemptId("t", 0, 1)
-    harness: Any = SimpleNamespace(harness=SimpleNamespace(name="pi"), logs=AttemptLogs("n", tmp_path, attempt))
+    harness: Any = SimpleNamespace(harness=load("pi"), logs=AttemptLogs("n", tmp_path, attempt))
     died = {"call_id": "b", "status": "dangling", "started_at": 3.0}
     check_run(
         harness,

@@ -265,6 +265,9 @@ def test_a_file_that_is_not_toml_is_named(tmp_path: Path) -> None:
         ({"roles": [{"role": "side", "words": "x"}]}, BadDefinition, "'words'.*any of role, header"),
         ({"roles": [{"role": "side", "system": "("}]}, BadDefinition, "is invalid"),
         ({"roles": [{"role": "side", "header": 1}]}, BadDefinition, "roles:"),
+        ({"finished_exit_codes": ["1"]}, BadDefinition, "finished_exit_codes must be a list of integers"),
+        ({"finished_exit_codes": [True]}, BadDefinition, "finished_exit_codes must be a list of integers"),
+        ({"finished_exit_codes": [1, 137]}, BadDefinition, "137 is not one of 1 to 125"),
     ],
 )
 def test_a_definition_that_breaks_a_rule_is_refused_by_name(
@@ -355,6 +358,50 @@ def test_values_come_back_from_json_toml_and_yaml_files_as_they_were(given_value
 @given(texts)
 def test_a_file_of_another_kind_gets_the_value_as_it_is(prompt: str) -> None:
     assert fill_file("task.md", "# {prompt}", {"prompt": prompt}) == f"# {prompt}"
+
+
+DONE: dict[str, Any] = {
+    **{"role": "main", "status": "finished", "delivered": True, "finish_reason": "stop", "invalid_tool_call": False},
+    **{"reply": {"content": "Done."}, "started_at": 5.0},
+}
+WORK: dict[str, Any] = {**DONE, "started_at": 2.0, "finish_reason": "tool_calls", "reply": {"tool_calls": [{"id": "a"}]}}
+ENDS_WORK = {
+    "the last reply calls no tool": [WORK, DONE],
+    "in any order": [DONE, WORK],
+    "a title came later": [WORK, DONE, {**WORK, "role": "side", "started_at": 6.0}],
+    "another candidate was not chosen": [
+        WORK,
+        DONE,
+        {**WORK, "lookahead": "not_chosen", "delivered": False, "started_at": 5.5},
+    ],
+}
+BREAKS_OFF = {
+    "no call": [],
+    "the last reply calls a tool": [WORK],
+    "it says stop, and calls a tool": [{**DONE, "reply": {"tool_calls": [{"id": "a"}]}}],
+    "it calls a tool in words that nobody could parse": [{**DONE, "invalid_tool_call": True}],
+    "the reply was cut at its limit": [WORK, {**DONE, "finish_reason": "length"}],
+    "the engine broke off": [WORK, {**DONE, "status": "failed", "finish_reason": None, "reply": None}],
+    "the reply did not reach it": [WORK, {**DONE, "delivered": False}],
+    "a call is still going on": [
+        DONE,
+        {**DONE, "status": "in_flight", "finish_reason": None, "reply": None, "started_at": 7.0},
+    ],
+    "the history was just summed up": [DONE, {**DONE, "role": "compaction", "started_at": 7.0}],
+    "a sub-agent ended": [WORK, {**DONE, "role": "subagent"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("calls", "ended"),
+    [*((calls, True) for calls in ENDS_WORK.values()), *((calls, False) for calls in BREAKS_OFF.values())],
+    ids=[*ENDS_WORK, *BREAKS_OFF],
+)
+def test_an_exit_code_of_finished_work_counts_where_the_last_reply_ended_it(calls: list[dict[str, Any]], ended: bool) -> None:
+    harness = parse({**LEAST, "finished_exit_codes": [1]}, "mine")
+    assert harness.has_finished(1, calls) == ended
+    assert harness.has_finished(0, calls) and not harness.has_finished(2, calls)
+    assert not parse(LEAST, "mine").has_finished(1, calls), "its definition does not say so"
 
 
 LIMITED = {
