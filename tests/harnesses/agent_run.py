@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollout.harnesses.catalogue import load
+from rollout.harnesses.limits import UNKNOWN, Limits
 from rollout.harnesses.prepared import Endpoint, build_environment, fill
 from tests.harnesses.installed import folder_of
 from tests.harnesses.player import Step, ToolCall
@@ -100,15 +101,17 @@ def run(
     workdir: Path,
     variables: Mapping[str, str],
     *,
+    limits: Limits = UNKNOWN,
     at_home: Callable[[Path], object],
     timeout_seconds: float,
 ) -> Ended:
     """The agent's run in `workdir` by its shipped definition, with a home beside it. `address` is the session's, without a
-    dialect's suffix; `at_home` is done to the home before the start. Everything of the agent's process group is ended."""
+    dialect's suffix; `limits` are what it is told; `at_home` is done to the home before the start. Everything of the agent's process
+    group is ended."""
     home = workdir.with_name("home")
     home.mkdir()
     endpoint = Endpoint({"openai": f"{address}/v1", "anthropic": address, "gemini": address}, key)
-    prepared = load(cli.harness).prepare(endpoint, MODEL, prompt, home, workdir=workdir)
+    prepared = load(cli.harness).prepare(endpoint, MODEL, prompt, home, workdir=workdir, limits=limits)
     prepared.write(home)
     at_home(home)
     path = f"{folder_of(prepared.argv[0])}{os.pathsep}{os.environ['PATH']}"

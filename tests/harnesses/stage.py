@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from reconstruct.roles import encode_rule
 from rollout.harnesses.catalogue import load
+from rollout.harnesses.limits import Limits
 from tests.harnesses.agent_run import Cli, Ended, run
 from tests.harnesses.breaking_wire import BreakingWire
 from tests.harnesses.outside import Outside
@@ -132,8 +133,12 @@ class Stage:
             wire = stack.enter_context(BreakingWire(self._service.url, break_at)) if break_at else None
             if wire is not None:
                 address = address.replace(self._service.url, wire.url)
-            variables, options = outside.variables, {"timeout_seconds": timeout_seconds, "at_home": at_home}
-            ended = run(cli, address, session.api_key, prompt, workdir, variables, **options)
+            ended = run(
+                *(cli, address, session.api_key, prompt, workdir, outside.variables),
+                limits=Limits(self._engine.max_model_len),
+                at_home=at_home,
+                timeout_seconds=timeout_seconds,
+            )
         return self._played(session, cli, ended, workdir, player, outside.asked, unknown.said, wire is not None and wire.broke)
 
     def fork(self, origin: Played, acts: Sequence[Act], name: str) -> Played:

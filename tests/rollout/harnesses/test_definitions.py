@@ -598,6 +598,18 @@ COMPACTIONS = {
     "kimi-cli": Marks({}, False, "You compact the context of a conversation.", "...", from_user=True),
     "openhands": Marks({}, False, "", "You are maintaining a context-aware state summary", from_user=True),
     "kilo": Marks({}, False, "You are a helpful AI assistant tasked with summarizing conversations.", "Sum up", from_user=True),
+    "cline": Marks({}, False, "You are a summarization assistant", "Summarize", from_user=True),
+    "droid": Marks({}, False, "You are Droid", "Wrap your final summary in <summary> tags.", from_user=True),
+    "continue": Marks(
+        *({}, True, "You are an agent in the Continue CLI"),
+        "Please provide a concise summary of our conversation so far, capturing the key context, decisions made",
+        from_user=True,
+    ),
+    "gptme": Marks(
+        *({}, True, "You are gptme"),
+        "Context budget has been reached — produce a structured checkpoint before history is compacted.",
+        from_user=True,
+    ),
     "aider": Marks({}, False, "*Briefly* summarize this partial conversation about programming.", "# USER", from_user=True),
 }
 
