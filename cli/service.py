@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pydantic import SecretStr
 from rich.console import Console
@@ -23,6 +24,7 @@ from cli.serving.tls import load_certificate
 from cli.serving.workers import Workers
 from proxy.auth import mint_token, tokens_in
 from proxy.errors import StoreUnavailable
+from proxy.memory import find_session_bytes
 from proxy.settings import Settings
 from proxy.store.connection import StoreConnection
 from proxy.store.embedded import EmbeddedRedis, StoreStartError
@@ -49,7 +51,9 @@ def run(settings: Settings, workers: int, log_level: str) -> None:
         listeners = [stack.enter_context(listen(settings.host, port, flag)) for port, flag in list_ports(settings)]
         redis_url, stop_redis = stack.enter_context(open_redis(settings))
         ports: list[int] = [listener.getsockname()[1] for listener in listeners]
-        found = {"redis": redis_url, "port": ports[0], "control_port": ports[1] if len(ports) > 1 else None}
+        found: dict[str, Any] = {"redis": redis_url, "port": ports[0], "control_port": ports[1] if len(ports) > 1 else None}
+        if settings.session_cache_bytes is None:
+            found["session_cache_bytes"] = find_session_bytes(workers)
         complete = fill_tokens(settings).model_copy(update=found)
         urls = [make_url(listener, tls=settings.tls_cert is not None) for listener in listeners]
         on_ready = partial(show, settings, complete, urls[0], urls[-1])

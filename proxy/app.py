@@ -34,6 +34,7 @@ from proxy.engine.weights.keeper import WeightMetrics
 from proxy.engine.weights.push import WeightUpdater
 from proxy.errors import StoreUnavailable
 from proxy.images import ImageBounds
+from proxy.memory import find_session_bytes
 from proxy.metrics import Metrics
 from proxy.outbound import Outbound
 from proxy.retention import Retention
@@ -128,7 +129,7 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
         trees=SessionTrees(
             sessions,
             settings.session_cache,
-            settings.session_cache_bytes,
+            find_session_bytes(1) if settings.session_cache_bytes is None else settings.session_cache_bytes,
             settings.volatile_lines,
             build_image_bounds(settings),
         ),
@@ -140,6 +141,7 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
     )
     metrics.watch_engines(lambda: [*pool.replicas, *pool.draining], pool.seats.depths)
     metrics.watch(lambda: len(services.inflight))
+    metrics.watch_sessions(services.trees)
     return services
 
 

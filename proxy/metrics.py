@@ -11,7 +11,7 @@ from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import (
     CollectorRegistry,
@@ -144,6 +144,33 @@ class EngineNumbers(Collector):
         yield from (up, calls, waiting)
 
 
+class SessionMemory(Protocol):
+    """What a process keeps of open sessions; see proxy/call/tree.py."""
+
+    found: int
+    reloaded: int
+    memory_bytes: int
+
+    @property
+    def capacity_bytes(self) -> int: ...
+
+
+class SessionNumbers(Collector):
+    def __init__(self, sessions: SessionMemory) -> None:
+        self._sessions = sessions
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Sessions with calls that were opened for another call, by where they were."
+        opened = CounterMetricFamily("verbatim_session_opens", text, labels=["found"])
+        opened.add_metric(["memory"], self._sessions.found)
+        opened.add_metric(["store"], self._sessions.reloaded)
+        yield opened
+        text = "Estimated memory of the sessions that this process keeps."
+        yield GaugeMetricFamily("verbatim_session_memory_bytes", text, value=self._sessions.memory_bytes)
+        text = "The most that it may be."
+        yield GaugeMetricFamily("verbatim_session_memory_limit_bytes", text, value=self._sessions.capacity_bytes)
+
+
 class Metrics:
     def __init__(self) -> None:
         # The times at which counters began would be as many series again, which nothing reads.
@@ -206,6 +233,10 @@ class Metrics:
     def watch(self, in_flight: Callable[[], float]) -> None:
         """Where the gauge reads its value when it is scraped."""
         self._in_flight.set_function(in_flight)
+
+    def watch_sessions(self, sessions: SessionMemory) -> None:
+        """Where the numbers of sessions in memory are read when they are scraped."""
+        self.registry.register(SessionNumbers(sessions))
 
     def watch_engines(self, replicas: Callable[[], Iterable[Replica]], waiting: Callable[[], Mapping[str, int]]) -> None:
         """Where the gauges of engines read their values when they are scraped."""

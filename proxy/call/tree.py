@@ -487,9 +487,15 @@ class SessionTrees:
         self._weighed: dict[str, int] = {}
         self.memory_bytes = 0
         """About how much memory the trees that are kept take."""
+        self.found = self.reloaded = 0
+        """How often a session with calls was in memory when it was opened for another, and how often it was read from the store."""
 
     def __len__(self) -> int:
         return len(self._trees)
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._capacity_bytes
 
     async def open(self, session_id: str, admits: Callable[[SessionInfo], None] = lambda _: None) -> SessionTree:
         """The session's tree, from memory or from the store. Raises NotFound for a session that does not exist, Conflict for one that
@@ -498,9 +504,11 @@ class SessionTrees:
         tree = self._trees.get(session_id)
         if tree is not None and _admitted(admits, tree.info):
             self._trees.move_to_end(session_id)
+            self.found += tree.known > 0
             return tree
         tree = self._used.get(session_id)
         if tree is not None and _admitted(admits, tree.info):
+            self.found += tree.known > 0
             return tree
         # Also when memory admits nobody: meanwhile another session may have been given the same id, and another key.
         with Waiting(STORE):
@@ -518,6 +526,7 @@ class SessionTrees:
         if state.info.replay is not None:
             tree.recording = await self.load_recording(state.info.replay)
         if state.calls:
+            self.reloaded += 1
             with Waiting(STORE):
                 records = await self._sessions.load_records(session_id)
             # Of a long session beside everybody else's calls.

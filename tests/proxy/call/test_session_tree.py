@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -217,3 +218,21 @@ def test_an_edit_of_early_reasoning_is_found_among_messages_that_were_looked_at_
     assert [call["branch_reason"] for call in calls[3:]] == ["edited", "repeated", None]
     assert "own" in engine.generations[3].prompt
     assert calls[5]["prompt_ids"][: len(calls[2]["prompt_ids"])] == calls[2]["prompt_ids"]
+
+
+@pytest.mark.parametrize(("room", "found"), [(None, {"memory": 2, "store": 0}), (0, {"memory": 0, "store": 2})])
+def test_metrics_tell_whether_calls_found_their_session_in_memory(
+    engine: ScriptedEngine, redis_server: RedisServer, room: int | None, found: dict[str, int]
+) -> None:
+    with RunningService(engine.url, redis_server.url, engine_api="token", session_cache_bytes=room) as service:
+        session = service.session()
+        history: list[Any] = [{"role": "user", "content": "q"}]
+        for _ in range(3):
+            history += [session.answer(history), {"role": "user", "content": "go on"}]
+        page = service.request("GET", "/metrics").text
+    told = {
+        where: re.search(rf'^verbatim_session_opens_total{{found="{where}"}} (\S+)$', page, re.MULTILINE) for where in found
+    }
+    assert {where: float(each[1]) for where, each in told.items() if each} == found
+    held, limit = re.findall(r"^verbatim_session_memory_(?:limit_)?bytes (\S+)$", page, re.MULTILINE)
+    assert float(held) <= float(limit) and (float(held) > 0) == (room is None)
