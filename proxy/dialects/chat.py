@@ -74,7 +74,9 @@ class ChatDialect(OpenAIDialect):
             "GET",
             "/v1/models",
             "List models",
-            "In the shape of the vendor whose headers were sent: OpenAI's, Anthropic's or Google's.",
+            "In the shape of the vendor whose headers were sent: OpenAI's, Anthropic's or Google's. Each with the smallest context window "
+            "of the engines that may answer for it, in tokens: `max_model_len`, `max_input_tokens` or `inputTokenLimit`; null or missing "
+            "if none reports one.",
         ),
         Endpoint("model", "GET", "/v1/models/{model}", "Get a model", "In the same shapes."),
     )

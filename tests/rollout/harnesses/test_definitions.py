@@ -166,11 +166,21 @@ def test_the_help_of_the_commands_names_every_built_in_harness() -> None:
 
 
 def test_the_page_about_harnesses_names_every_built_in_one_with_its_version() -> None:
-    split = [[cell.strip(" `") for cell in line.split("|")] for line in DOCS.splitlines() if line.count("|") > 4]
+    table = DOCS.partition("## Built in")[2].partition("## Context windows")[0]
+    split = [[cell.strip(" `") for cell in line.split("|")] for line in table.splitlines() if line.count("|") > 4]
     rows = {cells[1]: cells for cells in split}
     for name in EXPECTED:
         harness = load(name)
         assert harness.dialect in rows[name] and (harness.version or "-") in rows[name]
+
+
+def test_the_page_says_of_each_built_in_harness_how_it_is_told_the_window_if_it_is() -> None:
+    table = DOCS.partition("## Context windows")[2].partition("## SDKs and frameworks")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("| `")]
+    told = {name.strip("` "): how for names, how, *_ in rows for name in names.split(",")}
+    assert {name: how != "-" for name, how in told.items()} == {
+        name: load(name).takes_limits for name in EXPECTED if name != "shell"
+    }
 
 
 def test_the_page_says_of_each_sdk_which_base_url_it_takes_and_how_many_rows_to_expect() -> None:
