@@ -67,7 +67,9 @@ def test_a_compaction_is_a_call_of_its_own_kind_and_what_follows_a_new_row(stage
 
     def lower_limit(home: Path) -> None:
         config = home / ".codex" / "config.toml"
-        config.write_text("model_auto_compact_token_limit = 27000\n" + config.read_text(encoding="utf-8"), encoding="utf-8")
+        lowered, found = re.subn("(?m)^(model_auto_compact_token_limit =) .*", r"\1 27000", config.read_text(encoding="utf-8"))
+        assert found == 1
+        config.write_text(lowered, encoding="utf-8")
 
     cli = replace(CLI, side={r"CONTEXT CHECKPOINT COMPACTION": SUMMARY})
     long = Step("", "I look at the long one.", [TOOLS.shell("cat long.txt")])
