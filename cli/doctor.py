@@ -16,6 +16,7 @@ import httpx
 import typer
 
 from cli.checks import EXTRAS, Check, check_disks, check_harness, check_readable, check_runtimes, print_checks
+from cli.engines import describe_replica
 from cli.options import AsJson, ServiceUrl, find_missing, installed_version
 from cli.refusal import Refusal
 from reconstruct.extras import how_to_install
@@ -27,6 +28,8 @@ PROBE_SECONDS = 10.0
 REPLACE = "install a current valkey-server or redis-server"
 INTERPRETERS = ("python3", "node", "sh")
 """A harness whose command is one of these is a script in its own definition: nothing to install."""
+UNREADABLE = "a sample of one token could not be read"
+"""How the reason begins of an engine that answers and is down; it ends with the way out."""
 MOST_SKEW_SECONDS = 5.0
 """A `Date` header is a second coarse, and a busy service may answer late."""
 
@@ -138,7 +141,8 @@ def _check_store(control: Control) -> Iterator[Check]:
     try:
         notes = control.get("/readyz").get("notes", ())
         yield Check("redis", "ok", "the service's answers")
-        yield from (Check("redis", "note", note) for note in notes)
+        # Engines have lines of their own.
+        yield from (Check("redis", "note", note) for note in notes if not note.startswith("engine "))
     except Declined as declined:
         # It names engines, too, which have lines of their own.
         reasons = [part for part in str(declined).split("; ") if not part.startswith("no engine serves")]
@@ -154,11 +158,13 @@ def _check_replicas(engines: dict[str, Any]) -> Iterator[Check]:
     for replica in engines["replicas"]:
         about = f"engine {replica['name']}"
         if replica["status"] == "down":
-            yield Check(about, "fix", replica["reason"] or "down", "start it, or verbatim engines remove it")
+            found, advice = replica["reason"] or "down", "start it, or verbatim engines remove it"
+            if found.startswith(UNREADABLE):
+                found, _, advice = found.rpartition("; ")
+            yield Check(about, "fix", found, advice)
             continue
-        version = "unknown" if replica["weight_version"] is None else replica["weight_version"]
-        path = f"{replica['api']} with the plugin" if replica["plugin"] else replica["api"]
-        found = f"{replica['status']}, {', '.join(replica['models'])}, path {path}, weights {version}"
+        weights = "unknown" if replica["weight_version"] is None else replica["weight_version"]
+        found = f"{replica['status']}, {', '.join(replica['models'])}, {describe_replica(replica)}, weights {weights}"
         if replica["api"] == "token" and not replica["plugin"]:
             advice = "a call takes one request with VLLM_PLUGINS=verbatim in the engine's environment"
             yield Check(about, "note", found, advice)

@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.engine.scripted_fixtures import engine, engines, service, token_service
 from tests.support.engine.vllm_server import tiny_model, vision_engine, vllm_server, vllm_url
-from tests.support.engine.weight_fixtures import often_visited, weights
+from tests.support.engine.weight_fixtures import often_visited, unsampled, weights
 from tests.support.runtimes.rollout_fixtures import world
 from tests.support.runtimes.rollout_stores import stores
 from tests.support.service.redis_server import redis_kind, redis_server, redis_url, shared_redis, store
@@ -24,6 +24,7 @@ __all__ = [
     "stores",
     "tiny_model",
     "token_service",
+    "unsampled",
     "vision_engine",
     "vllm_server",
     "vllm_url",

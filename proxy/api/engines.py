@@ -61,8 +61,9 @@ class ReplicaShape(Body):
     plugin: bool
     """Verbatim's plugin runs inside it, so that a call is one request."""
     trainable: bool
-    """It returns token ids and logprobs."""
+    """It returns token ids and logprobs, so that what it samples can be trained; a note says why not."""
     takes_weights: bool
+    """New weights can be pushed into it; a note says why not."""
     router: bool
     """Several engines answer at its URL; a note says how that is known."""
     models: list[str]
@@ -209,7 +210,7 @@ class Alive(Body, json_schema_extra={"example": {"status": "ok"}}):
 
 
 class Ready(Body, json_schema_extra={"example": {"status": "ready"}}):
-    """`notes`: what is wrong with the store though it serves; left out where nothing is."""
+    """`notes`: what is wrong with the store though it serves, and what to know about engines; left out where nothing is."""
 
     status: Literal["ready"]
     notes: list[str] | None = None
@@ -258,6 +259,8 @@ async def check_readiness(services: Served) -> Response:
     engine_ready, reason = services.pool.ready()
     if not engine_ready:
         reasons.append(f"no engine serves: {reason}")
+    for replica in services.pool.replicas:
+        notes += [f"engine {replica.name} ({replica.description}) {note}" for note in replica.notes.values()]
     if reasons:
         return json_response({"status": "unavailable", "reason": "; ".join(reasons)}, 503)
     return json_response({"status": "ready", **({"notes": notes} if notes else {})})

@@ -20,6 +20,7 @@ from proxy.dialects.base import Choice, Delta, Request, tool_call_id
 from proxy.dialects.fields import UNPARSED, accepts, arguments_object
 from proxy.engine.apis import reply as engine
 from proxy.engine.apis.base import EngineKind
+from proxy.engine.apis.first_sample import TURN_END, TURN_END_UNKNOWN
 from proxy.engine.replica import Replica
 from reconstruct.accounting import FROZEN
 from reconstruct.media import Media, agreed_length, shift
@@ -127,11 +128,7 @@ def _engine_ids(sampled: engine.Sampled, choice: Choice) -> tuple[str, ...]:
 def warn_of_renderings(replica: Replica, calls: Sequence[Call], choices: Sequence[Choice]) -> None:
     """Note what makes calls of this replica branch that another configuration of the engine would let continue."""
     if any(call.node.branch_reason == "turn_end_unknown" for call in calls):
-        replica.note(
-            "turn_end_unknown",
-            "renders no dialogue from which the end of a turn can be read: calls whose sampled ids the chat template would write "
-            "otherwise branch (turn_end_unknown), a row each",
-        )
+        replica.note(TURN_END, TURN_END_UNKNOWN)
     if "thinking" not in replica.notes and any(split_thought(choice.message) is not None for choice in choices):
         replica.note(
             "thinking",

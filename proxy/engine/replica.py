@@ -80,6 +80,17 @@ class Health:
         self._good_probes = self._failed_calls = self._failed_probes = 0
 
 
+@dataclass(slots=True)
+class FirstSample:
+    """What became of the token that an engine samples when it is met (`EngineKinds.contact`). `missing`: why it was not taken and the
+    replica does not serve; `failed`: why it could not be read, and it is taken again at `again_at` of the event loop's clock."""
+
+    was_read: bool = False
+    missing: str = ""
+    failed: str = ""
+    again_at: float = 0.0
+
+
 @dataclass(slots=True, eq=False)
 class Replica:
     """One engine.
@@ -129,6 +140,9 @@ class Replica:
     """Several engines answer at its URL: it takes no weights, and its plugin is not used."""
     sightings: dict[str, list[str]] = field(default_factory=dict)
     """What told the engine apart from others at its URL, by source, oldest first (`proxy.engine.apis.routers`)."""
+    identity: tuple[object, ...] | None = None
+    """What it was when it was met; one that is something else by now is met again."""
+    sample: FirstSample = field(default_factory=FirstSample)
     notes: dict[str, str] = field(default_factory=dict)
     """What an operator should know about it though it may serve: by topic, a sentence of which it is the subject."""
 
@@ -143,8 +157,8 @@ class Replica:
         self.refused_fields.clear()
         self.returns_ids.clear()
         self.trainable = True
-        self.forget_note("fields")
-        self.forget_note("ids")
+        for topic in ("fields", "ids", "thinking"):
+            self.forget_note(topic)
 
     def see_ids(self, there: bool | None, *, streamed: bool) -> None:
         """Tell whether a reply had token ids and logprobs; None: it does not show. Without them calls are served and never trained."""
@@ -169,6 +183,13 @@ class Replica:
         """Whether its own version is older; False if it does not say which it is."""
         numbers = re.match(r"\d+(\.\d+)*", self.version)
         return numbers is not None and tuple(map(int, numbers[0].split("."))) < version
+
+    @property
+    def description(self) -> str:
+        """Its version, path, and what can be done with it."""
+        plugin = " with the plugin" if self.plugin else ""
+        trains, takes = "trainable" if self.trainable else "not trainable", "takes" if self.updatable else "takes no"
+        return f"version {self.version or 'unknown'}, path {self.api}{plugin}, {trains}, {takes} weights"
 
     @property
     def met(self) -> bool:

@@ -37,7 +37,7 @@ def test_a_service_that_works_is_told_line_by_line(service: RunningService, redi
     for about in ("verbatim", "packages", "service", "clock", "token", "redis", "engine", "disk"):
         assert {check["state"] for check in found[about]} <= {"ok", "note"}, found[about]
     (engine,) = found["engine"]
-    assert "serving, policy, path token, weights" in engine["found"]
+    assert "serving, policy, version unknown, path token, trainable, takes weights, weights" in engine["found"]
     assert engine["state"] == "note" and "VLLM_PLUGINS=verbatim" in engine["advice"]
     assert "version " in found["redis"][1]["found"]
     (nodes,) = found["nodes"]
@@ -116,16 +116,26 @@ def test_an_engine_with_the_plugin_needs_no_advice_and_no_engine_is_a_fault() ->
         "status": "serving",
         "models": ["m"],
         "api": "token",
+        "version": "0.32.0",
         "plugin": True,
+        "trainable": True,
+        "takes_weights": False,
         "weight_version": 3,
         "reason": None,
         "notes": [],
     }
     (check,) = _check_replicas({"replicas": [replica]})
-    assert (check.state, check.found, check.advice) == ("ok", "serving, m, path token with the plugin, weights 3", "")
+    assert (check.state, check.found, check.advice) == (
+        "ok",
+        "serving, m, version 0.32.0, path token with the plugin, trainable, takes no weights, weights 3",
+        "",
+    )
     noted = list(_check_replicas({"replicas": [{**replica, "notes": ["returns no token ids"]}]}))
     assert [(check.state, check.found) for check in noted[1:]] == [("note", "returns no token ids")]
     assert states(_check_replicas({"replicas": []})) == [("engine", "fix")]
+    said = "a sample of one token could not be read (token path, version 0.26.0): no token_id"
+    (check,) = _check_replicas({"replicas": [{**replica, "status": "down", "reason": f"{said}; use --engine-api chat"}]})
+    assert (check.state, check.found, check.advice) == ("fix", said, "use --engine-api chat")
 
 
 def test_a_harness_of_another_version_is_a_note_and_one_that_is_missing_is_none(

@@ -21,8 +21,9 @@ from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.renderer import LocalRenderer, Rendered, Tokenizer
 from proxy.engine.apis.reply import Outcome, Wanted
 from proxy.engine.apis.routers import LABEL, PLUGIN, START, Source
+from proxy.engine.apis.versions import Versions
 from proxy.engine.replica import Replica
-from proxy.engine.weights.vllm import Claim, WeightApi
+from proxy.engine.weights.vllm import SETUP, Claim, WeightApi
 from proxy.engine.wire.http import EngineHttp
 from proxy.errors import EngineUnavailable, VerbatimError
 from proxy.images import data_url, write_images
@@ -106,6 +107,12 @@ class EngineKind(ABC):
         | {"allowed_token_ids", "bad_words"}
     )
     """Parameters that bend the choice of tokens and leave raw logprobs raw: those of vLLM 0.32, measured."""
+    versions: ClassVar[tuple[Versions, ...]] = ()
+    """The versions of each program that it was run with and is known to work on."""
+    names_checkpoint: ClassVar[bool] = False
+    """Whether its model's name changes with the weights that are pushed."""
+    no_weights: ClassVar[str] = f"it has no /weight_info. If it is vLLM, {SETUP}"
+    """Why an engine of this kind takes no weights that `takes_weights` says takes none."""
 
     def __init__(self, http: EngineHttp, local: LocalRenderer) -> None:
         self._http = http
@@ -171,6 +178,27 @@ class EngineKind(ABC):
 
         # The first alone: one refusal is enough.
         return [await spell_one(groups[0]), *await asyncio.gather(*map(spell_one, groups[1:]))] if groups else []
+
+    async def read_version(self, probe: Probe) -> tuple[str, str]:
+        """The engine's version as it writes it and, where that cannot be read, what it says instead; both "" if it says nothing."""
+        for route, name in self.find_version_routes(probe.owner):
+            told = await probe.read_version(route, name)
+            if any(told):
+                return told
+        return "", ""
+
+    def find_version_routes(self, owner: str) -> Sequence[tuple[str, str]]:
+        """Where the engine whose models belong to `owner` may tell its version: a route and the field in its answer."""
+        return (("/version", "version"),)
+
+    def find_versions(self, owner: str) -> Versions | None:
+        """What is known of the versions of the engine whose models belong to `owner`; None: nothing."""
+        return self.versions[0] if self.versions else None
+
+    def way_out(self, replica: Replica) -> str:
+        """What an operator can do whose engine of this kind cannot be read."""
+        other = f", or {self.versions[0]}" if self.versions else ""
+        return f"use --engine-api chat{other}"
 
     async def takes_weights(self, probe: Probe) -> bool:
         return await probe.status("GET", "/weight_info") == 200

@@ -33,12 +33,20 @@ from proxy.engine.apis.reply import (
     is_visible,
     read_details,
 )
+from proxy.engine.apis.versions import Versions
 from proxy.engine.replica import Replica
 from proxy.engine.wire.http import EngineAnswer
 from proxy.engine.wire.refusals import UnknownRoute, refusal
 from proxy.errors import ContextTooLong, EngineFailed, RequestError, VerbatimError
 from reconstruct.errors import IdOutOfRange
 from reconstruct.records import Ids, Span
+
+_VERSION_ROUTES = {
+    "sglang": (("/server_info", "version"), ("/get_server_info", "version")),
+    "llamacpp": (("/props", "build_info"),),
+    "library": (("/api/version", "version"),),
+}
+"""Where engines tell their version that do not tell it as vLLM does, by the owner of their models; Ollama's is `library`."""
 
 _TOKENIZE_FIELDS = ("model", "messages", "prompt", "tools", "chat_template_kwargs", "add_special_tokens")
 
@@ -53,9 +61,19 @@ class OpenAiChat(EngineKind):
     detection_order = 100
     takes_ids = False
     takes_images = True
+    versions = (Versions("vLLM", run=("0.22", "0.26", "0.31", "0.32"), first="0.22", last="0.33"),)
 
     async def detect(self, probe: Probe, *, asked: bool) -> str | None:
         return None
+
+    def find_version_routes(self, owner: str) -> Sequence[tuple[str, str]]:
+        return _VERSION_ROUTES.get(owner) or super().find_version_routes(owner)
+
+    def find_versions(self, owner: str) -> Versions | None:
+        return next((each for each in self.versions if each.program.lower() == owner), None)
+
+    def way_out(self, replica: Replica) -> str:
+        return "upgrade the engine, or put a server before it that answers as OpenAI's chat completions do"
 
     async def sample(self, replica: Replica, job: Job, *, stream: bool, emit: Emit) -> Outcome:
         """Emits the engine's own deltas."""
@@ -85,7 +103,8 @@ class OpenAiChat(EngineKind):
                 await question.put(job.scope, choices, send)
         version = await self._http.find_version(replica, before, job.scope)
         outcome = _outcome(job, choices, reply, reading.broken, version)
-        replica.see_ids(outcome.returns_ids, streamed=stream)
+        # What was sampled after is needed as well.
+        replica.see_ids(outcome.returns_ids and reply.prompt_ids is not None, streamed=stream)
         return outcome
 
     async def _receive(

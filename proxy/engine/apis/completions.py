@@ -23,6 +23,7 @@ from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.question import Question
 from proxy.engine.apis.renderer import LocalRenderer
 from proxy.engine.apis.reply import Outcome, Reading, Sampled, Usage, choice_at, visible_ids
+from proxy.engine.apis.versions import Versions, parse_version
 from proxy.engine.replica import Replica
 from proxy.engine.wire.http import EngineAnswer
 from proxy.errors import EngineFailed, RequestError
@@ -64,12 +65,13 @@ class VllmCompletions(EngineKind):
     name = "completions"
     detection_order = 30
     needs_renderer = True
+    versions = (Versions("vLLM", run=("0.32",), first="0.10.2", last="0.33"),)
 
     async def detect(self, probe: Probe, *, asked: bool) -> str | None:
         if await probe.find_missing(_PATH):
             return "it has no /v1/completions"
         # Other engines have the endpoint too and may not take ids: use it unasked only for a vLLM that returns them.
-        version = None if asked else await probe.find_vllm_version()
+        version = None if asked else parse_version((await self.read_version(probe))[0])
         return None if asked or (version is not None and version >= _RETURNS_IDS_SINCE) else "it may not return token ids"
 
     async def sample(self, replica: Replica, job: Job, *, stream: bool, emit: Emit) -> Outcome:

@@ -1,4 +1,4 @@
-"""Probe: asks an engine what it is, without letting it sample.
+"""Probe: asks an engine what it is, without letting it sample (that is `proxy.engine.apis.first_sample`).
 
 To find out whether an engine has an endpoint the probe posts `{}` to it: an engine that has it answers 400 or 422, otherwise 404 or
 405. This needs no OpenAPI page and costs the engine nothing.
@@ -6,8 +6,9 @@ To find out whether an engine has an endpoint the probe posts `{}` to it: an eng
 
 from __future__ import annotations
 
-import re
-from collections.abc import Awaitable, Callable
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -21,29 +22,45 @@ PROBE_TIMEOUT = aiohttp.ClientTimeout(total=30.0, sock_connect=5.0)
 _RETRY_LATER = (429, 502, 503, 504)
 """Answers that say nothing about an endpoint."""
 
+_SHOWN = 64
+"""Characters of a version, and of what stands in its place."""
+
 
 class NotListening(EngineUnavailable):
     """No connection could be made: nothing listens at the engine's address."""
 
 
+class Unreadable(EngineUnavailable):
+    """The engine answers, and what it samples cannot be read: no call would work."""
+
+
 class Probe:
-    """Every method raises what aiohttp raises."""
+    """Every method raises what aiohttp raises. `owner` is whom the engine's models belong to by its list, such as vllm or llamacpp."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
         self._http = http
         self._url = url
+        self._requests = 0
+        self._connections: list[str] = []
+        self.owner = ""
+
+    @property
+    def reconnected(self) -> bool:
+        """Whether the connection kept from an earlier probe was gone, as it is when another engine answers now. Never for a server that
+        keeps none."""
+        return 0 < len(self._connections) < self._requests
 
     async def status(self, method: str, route: str) -> int:
         """The HTTP status. Raises EngineUnavailable for an engine too busy to answer."""
         body: dict[str, str] | None = {} if method == "POST" else None
-        async with self._http.request(method, self._url + route, json=body, timeout=PROBE_TIMEOUT) as response:
+        async with self._ask(method, route, body) as response:
             if response.status in _RETRY_LATER:
                 raise EngineUnavailable(f"{route} answered HTTP {response.status}: what it can do is not known yet")
             return response.status
 
     async def read(self, route: str) -> dict[str, Any]:
         """The JSON object at the route, {} if there is none."""
-        async with self._http.get(self._url + route, timeout=PROBE_TIMEOUT) as response:
+        async with self._ask("GET", route) as response:
             try:
                 answer = await response.json(content_type=None) if response.status == 200 else None
             except ValueError:
@@ -54,17 +71,27 @@ class Probe:
         statuses = [await self.status("POST", route) for route in routes]
         return [route for route, status in zip(routes, statuses, strict=True) if status not in (400, 422)]
 
-    async def find_vllm_version(self) -> tuple[int, ...] | None:
-        """vLLM's version as (major, minor, patch); None for other engines."""
-        version = re.match(r"(\d+)\.(\d+)\.(\d+)", str((await self.read("/version")).get("version") or ""))
-        return None if version is None else tuple(map(int, version.groups()))
+    async def read_version(self, route: str, field: str) -> tuple[str, str]:
+        """The version at the route and, where one cannot be read, what stands there; both "" if the engine does not have the route."""
+        async with self._ask("GET", route) as response:
+            if response.status != 200:
+                return "", ""
+            text = await response.text(errors="replace")
+        try:
+            answer = json.loads(text)
+        except ValueError:
+            return "", repr(text[:_SHOWN])
+        version = answer.get(field) if isinstance(answer, dict) else None
+        if isinstance(version, str) and version.isprintable() and 0 < len(version) <= _SHOWN:
+            return version, ""
+        return "", repr(text[:_SHOWN])
 
     async def find_logprob_mode(self) -> str | None:
         """vLLM's `--logprobs-mode` from workers with this project's extension; None if they do not say or disagree."""
         if await lacks_extension(self.read):
             return None
         question = {"method": "verbatim_weights"}
-        async with self._http.post(f"{self._url}/collective_rpc", json=question, timeout=PROBE_TIMEOUT) as response:
+        async with self._ask("POST", "/collective_rpc", question) as response:
             if response.status != 200:
                 return None
             try:
@@ -76,7 +103,7 @@ class Probe:
 
     async def read_models(self, replica: Replica) -> None:
         """Store on the replica which models it serves. Raises EngineUnavailable if it refuses, ValueError for a malformed list."""
-        async with self._http.get(f"{self._url}/v1/models", timeout=PROBE_TIMEOUT) as response:
+        async with self._ask("GET", "/v1/models") as response:
             if response.status in (401, 403):
                 raise EngineUnavailable(f"it refuses the engine API key (HTTP {response.status})")
             if response.status >= 500:
@@ -86,15 +113,40 @@ class Probe:
             # A plain server may have only /v1/chat/completions: then any answer is a sign of life.
             answer = await response.json(content_type=None) if response.status == 200 else {}
         try:
-            _read_cards(replica, answer.get("data", []))
+            cards = answer.get("data", [])
+            _read_cards(replica, cards)
+            self.owner = str(cards[0].get("owned_by") or "") if cards else ""
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError("GET /v1/models did not answer with a list of models") from error
 
     async def check_health(self) -> None:
         """vLLM answers 503 when the engine behind its server is dead. A server without the route is not judged by it."""
-        async with self._http.get(f"{self._url}/health", timeout=PROBE_TIMEOUT) as response:
+        async with self._ask("GET", "/health") as response:
             if response.status >= 500:
                 raise EngineUnavailable(f"GET /health answered HTTP {response.status}")
+
+    @asynccontextmanager
+    async def _ask(self, method: str, route: str, body: Any = None) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer, which is read to its end: the connection is kept only then."""
+        self._requests += 1
+        asked = self._http.request(
+            method, self._url + route, json=body, timeout=PROBE_TIMEOUT, trace_request_ctx=self._connections
+        )
+        async with asked as response:
+            await response.read()
+            yield response
+
+
+def trace_connections() -> aiohttp.TraceConfig:
+    """For a session whose probes are to know that they had to connect again."""
+
+    async def count(session: aiohttp.ClientSession, context: Any, params: aiohttp.TraceConnectionCreateEndParams) -> None:
+        if context.trace_request_ctx is not None:
+            context.trace_request_ctx.append("connected")
+
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_create_end.append(count)
+    return trace
 
 
 UNKNOWN = "unknown"

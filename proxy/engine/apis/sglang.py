@@ -25,6 +25,7 @@ from proxy.engine.apis.completions import IdChoice, parse_outcome, prove_prompt
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.reply import Outcome, Reading, Version, choice_at
 from proxy.engine.apis.routers import LABEL, SEED
+from proxy.engine.apis.versions import Versions
 from proxy.engine.replica import Replica
 from proxy.engine.weights.vllm import PROBE_SECONDS, TORN, Claim, Loaded, StepRefused, Transfer, WeightApi
 from proxy.engine.wire.http import EngineAnswer
@@ -50,6 +51,8 @@ class Sglang(EngineKind):
     name = "sglang"
     detection_order = 20
     needs_renderer = True
+    versions = (Versions("SGLang", run=(), first="0.5.5", last="0.5.23"),)
+    names_checkpoint = True
     leaves_raw = frozenset[str]()
     """SGLang adds biases and penalties to the logits before it takes logprobs."""
     sources = (SEED, LABEL)
@@ -59,6 +62,9 @@ class Sglang(EngineKind):
             if "is_generation" in await probe.read(route):
                 return "it is no SGLang: it has no /generate" if await probe.find_missing(_PATH) else None
         return "it is no SGLang: neither /model_info nor /get_model_info describes a model"
+
+    def find_version_routes(self, owner: str) -> Sequence[tuple[str, str]]:
+        return (("/server_info", "version"), ("/get_server_info", "version"))
 
     async def takes_weights(self, probe: Probe) -> bool:
         return True

@@ -28,6 +28,7 @@ from proxy.engine.apis.completions import prove_prompt
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.renderer import SEED_IDS, LocalRenderer, Rendered, Tokenizer
 from proxy.engine.apis.reply import Outcome, PromptLogprobs, Reading, Sampled, choice_at, is_visible
+from proxy.engine.apis.versions import Versions, parse_version
 from proxy.engine.apis.vllm_reply import (
     DERENDER,
     GENERATE,
@@ -70,6 +71,7 @@ class VllmTokens(EngineKind):
     name = "token"
     detection_order = 10
     takes_images = True
+    versions = (Versions("vLLM", run=("0.24", "0.26", "0.29", "0.31", "0.32", "0.33"), first="0.24", last="0.33"),)
 
     def __init__(self, http: EngineHttp, local: LocalRenderer) -> None:
         super().__init__(http, local)
@@ -79,7 +81,7 @@ class VllmTokens(EngineKind):
         missing = await probe.find_missing(*TOKEN_ROUTES)
         if not missing:
             return None
-        version = await probe.find_vllm_version() or _FLAG_SINCE
+        version = parse_version((await self.read_version(probe))[0]) or _FLAG_SINCE
         if version < _FLAG_SINCE:
             return f"it has no {missing[0]}, which vLLM has since 0.24: upgrade it, or use the chat API"
         return f"it has no {missing[0]}; start vLLM with --enable-scale-out, or use the chat API"
@@ -120,6 +122,10 @@ class VllmTokens(EngineKind):
     def plans(self, replica: Replica, request: Request) -> bool:
         # Where a prompt of text goes on is found by spelling ids, for which the plugin has no route.
         return replica.plugin and request.prompt is None
+
+    def way_out(self, replica: Replica) -> str:
+        plugin = "start vLLM without VLLM_PLUGINS=verbatim or with this release's plugin, " if replica.plugin else ""
+        return plugin + super().way_out(replica)
 
     async def find_plugin(self, probe: Probe, replica: Replica) -> bool:
         return await vllm_plugin.find_plugin(probe, replica)

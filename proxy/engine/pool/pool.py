@@ -19,6 +19,7 @@ from types import TracebackType
 import aiohttp
 
 from proxy.engine.apis.contact import EngineKinds
+from proxy.engine.apis.probe import trace_connections
 from proxy.engine.apis.renderer import LocalRenderer
 from proxy.engine.pool.membership import Member, Membership, Resolver, replica_at, resolve_with_system
 from proxy.engine.pool.seats import Caller, Gate, Seats, rank_replicas
@@ -76,7 +77,7 @@ class EnginePool:
 
     async def start(self) -> None:
         """Begin visiting. Waits at most `engine_connect_seconds` for a first answer of every replica; never fails."""
-        self.http.open(open_session(self._settings))
+        self.http.open(open_session(self._settings), open_session(self._settings))
         for replica in self.replicas:
             self._watches.begin(replica)
         looked = asyncio.Event()
@@ -255,7 +256,8 @@ class EnginePool:
 
     async def _visit(self, replica: Replica) -> None:
         try:
-            await self.kinds.contact(replica, self._settings.engine_api)
+            logprob_mode = self._settings.engine_logprob_modes.get(replica.policy, "")
+            await self.kinds.contact(replica, self._settings.engine_api, logprob_mode)
         except EngineUnavailable as error:
             self._standing.fail_probe(replica, error)
             return
@@ -276,7 +278,10 @@ class EnginePool:
             log.exception("engine %s: the check of its weights failed", replica.name)
             self._standing.set_down(replica, "the check of its weights failed; the log says why")
         else:
-            self._standing.admit(replica)
+            if replica.sample.missing:
+                self._standing.set_down(replica, replica.sample.missing)
+            else:
+                self._standing.admit(replica)
 
     def _reasons(self, replicas: Sequence[Replica]) -> str:
         if replicas:
@@ -439,7 +444,7 @@ _PROBES = 3
 
 
 def open_session(settings: Settings) -> aiohttp.ClientSession:
-    """The session for probes and weights, with the engines' API key and no limit on connections."""
+    """A session for probes or weights, with the engines' API key and no limit on connections."""
     key = settings.engine_api_key
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(
@@ -449,6 +454,7 @@ def open_session(settings: Settings) -> aiohttp.ClientSession:
         timeout=aiohttp.ClientTimeout(
             total=None, sock_connect=settings.engine_connect_seconds, sock_read=settings.engine_timeout_seconds
         ),
+        trace_configs=[trace_connections()],
     )
 
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from proxy.engine.apis.probe import NotListening
+from proxy.engine.apis.probe import NotListening, Unreadable
 from proxy.engine.pool.seats import Seats
 from proxy.engine.replica import Replica
 from proxy.errors import EngineUnavailable
@@ -36,12 +36,12 @@ class Standing:
             self._eject(replica, reason)
 
     def fail_probe(self, replica: Replica, error: EngineUnavailable) -> None:
-        """Eject the replica after too many failed probes in a row, or if nothing listens any more."""
+        """Eject the replica after too many failed probes in a row, if nothing listens any more, or if no call could be read."""
         many = replica.health.fail_probe()
-        if replica.healthy and not many and not isinstance(error, NotListening):
+        if replica.healthy and not many and not isinstance(error, (NotListening, Unreadable)):
             log.info("engine %s: a probe failed: %s", replica.name, error.message)
             return
-        replica.alive = False
+        replica.alive = isinstance(error, Unreadable)
         self._eject(replica, error.message)
 
     def pass_probe(self, replica: Replica) -> None:
@@ -85,7 +85,7 @@ class Standing:
         if replica.draining:
             return
         if not replica.healthy:
-            log.info("engine %s serves (%s, weights %s)", replica.name, replica.api, replica.weight_version)
+            log.info("engine %s serves: %s, weights %s", replica.name, replica.description, replica.weight_version)
         replica.healthy, replica.reason, replica.store_problem = True, "", ""
         self._seats.dispatch(replica.policy)
 

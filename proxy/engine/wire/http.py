@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -29,6 +29,8 @@ _encode = msgspec.json.Encoder().encode
 
 T = TypeVar("T")
 
+CONTACT_HEADERS: Mapping[str, str] = {"X-Verbatim-Contact": "first"}
+"""Of the requests by which the service finds out at first contact whether an engine can be read."""
 _HEAR_SECONDS = 5.0
 
 _STALE_CONNECTION = (CannotConnect, Unanswered, BrokenOff)
@@ -56,13 +58,28 @@ class EventDecoder:
 
     def __init__(self) -> None:
         self._rest = b""
+        self._stray = b""
+
+    @property
+    def stray(self) -> str:
+        """The beginning of what came that is no event, such as a page or a JSON document; "" if nothing did."""
+        found = self._stray or (b"" if self._rest.startswith(_FIELDS) else self._rest)
+        return found[:_STRAY].decode("utf-8", "replace")
 
     def feed(self, data: bytes) -> list[bytes]:
         if not self._rest and data.startswith(b"data:") and data.find(b"\n") == len(data) - 2 and data.endswith(b"\n\n"):
             # One whole event, as an engine sends for every token.
             return [data[5:].strip()]
         *lines, self._rest = (self._rest + data).split(b"\n")
-        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+        events = [line[5:].strip() for line in lines if line.startswith(b"data:")]
+        if not events:
+            self._stray = self._stray or next((line for line in lines if line.strip() and not line.startswith(_FIELDS)), b"")
+        return events
+
+
+_FIELDS = (b"data", b"event", b"id", b"retry", b":")
+"""How lines of a stream of events begin."""
+_STRAY = 100
 
 
 class EngineHttp:
@@ -74,26 +91,42 @@ class EngineHttp:
         channels: Channels,
         on_failure: Callable[[Replica, str, bool], None],
         on_new_label: Callable[[Replica], None] = lambda replica: None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
+        """`headers` are those of every request."""
         self._channels = channels
+        self._headers = headers or {}
         self.on_failure = on_failure
         self._on_new_label = on_new_label
         self._session: aiohttp.ClientSession | None = None
+        self._probing: aiohttp.ClientSession | None = None
 
     @property
     def session(self) -> aiohttp.ClientSession:
-        """The session for probes and weights."""
+        """The session for weights."""
         if self._session is None:
             raise RuntimeError("EngineHttp.open() comes first")
         return self._session
 
-    def open(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
+    @property
+    def probing(self) -> aiohttp.ClientSession:
+        """The session for probes: a connection of its own, which is kept as long as the engine lives."""
+        return self._probing or self.session
+
+    def open(self, session: aiohttp.ClientSession, probing: aiohttp.ClientSession | None = None) -> None:
+        self._session, self._probing = session, probing
+
+    def aside(self) -> EngineHttp:
+        """The same connections for what is no call: each request says so, and what breaks counts against no replica."""
+        http = EngineHttp(self._channels, lambda replica, reason, refused: None, headers=CONTACT_HEADERS)
+        http.open(self.session)
+        return http
 
     async def close(self) -> None:
         self._channels.close()
-        if self._session is not None:
-            await self._session.close()
+        for session in (self._session, self._probing):
+            if session is not None:
+                await session.close()
 
     async def post(self, replica: Replica, path: str, body: Any, answer: type[T], scope: CancelScope) -> T:
         """The decoded answer to a sampling request. Raises RequestError for the engine's 4xx, EngineFailed or EngineUnavailable for the
@@ -151,11 +184,23 @@ class EngineHttp:
     ) -> Answers[A]:
         """`async with http.receive(…) as answers:` sends a sampling request; `answers.read()` gives its answer, or the events of a streamed
         one. Raises as `post`; EngineFailed if the answer reports an error."""
-        return Answers(self, self._channels, replica, path, _encode_body(replica, body), answer, scope, stream, headers or {})
+        return Answers(
+            self,
+            self._channels,
+            replica,
+            path,
+            _encode_body(replica, body),
+            answer,
+            scope,
+            stream,
+            {**self._headers, **(headers or {})},
+        )
 
     def receive_frames(self, replica: Replica, path: str, data: bytes, scope: CancelScope) -> Frames:
         """As `receive`, of a sampling request to the plugin inside vLLM."""
-        return Frames(self, self._channels, replica, path, data, EngineAnswer, scope, True, {"Content-Type": MEDIA_TYPE})
+        return Frames(
+            self, self._channels, replica, path, data, EngineAnswer, scope, True, {**self._headers, "Content-Type": MEDIA_TYPE}
+        )
 
     async def find_version(self, replica: Replica, before: int | None, scope: CancelScope) -> int | None:
         """The weight version that all tokens of the call were sampled under; None if unknown or not reported in time.
@@ -191,7 +236,7 @@ class EngineHttp:
         self, replica: Replica, path: str, data: bytes, headers: dict[str, str] | None = None, scope: CancelScope | None = None
     ) -> bytes:
         with Waiting(ENGINE):
-            async with await self._channels.post(replica.url + path, data, headers or {}) as answer:
+            async with await self._channels.post(replica.url + path, data, {**self._headers, **(headers or {})}) as answer:
                 if scope is not None:
                     scope.attach(answer.close)
                 if answer.status != 200:
@@ -361,6 +406,9 @@ class Answers(Generic[A]):
 
     def _break_off(self) -> EngineFailed:
         """The error for a stream that ended without [DONE]."""
+        if self._events is not None and (stray := self._events.stray):
+            what = f"something unexpected: no event, but {stray!r}"
+            return EngineFailed(f"engine {self._replica.name} answered {self._path} with {what}")
         if not self._scope.hung_up:
             self._http.on_failure(self._replica, "streams end without [DONE]", False)
         return EngineFailed(f"engine {self._replica.name} broke off in the middle of a reply")

@@ -82,9 +82,9 @@ def ignore_failure(replica: Replica, reason: str, refused: bool) -> None:
     pass
 
 
-def kinds(session: aiohttp.ClientSession, renders: bool) -> EngineKinds:
+def kinds(session: aiohttp.ClientSession, renders: bool, probing: aiohttp.ClientSession | None = None) -> EngineKinds:
     http = EngineHttp(open_channels(Settings()), ignore_failure)
-    http.open(session)
+    http.open(session, probing)
     return EngineKinds(http, LocalRenderer("model" if renders else None, {}))
 
 
@@ -199,6 +199,7 @@ OTHER_PROTOCOL = (
         ({"server_info": {}}, False, None),
     ],
 )
+@pytest.mark.usefixtures("unsampled")
 async def test_a_plugin_that_is_installed_and_not_used_is_noted(answers: Any, plugin: bool, note: str | None) -> None:
     with Installed(**answers) as engine:
         replica = replica_at(engine.url)

@@ -45,7 +45,10 @@ class AlteredEngine(ScriptedEngine):
             exchange.answer, exchange.event = answer_altered, send_altered  # type: ignore[method-assign]
             await route(exchange, body)
 
-        return answer
+        async def answer_calls(exchange: Exchange, body: Any) -> None:
+            await (route if self.is_aside(exchange.headers) else answer)(exchange, body)
+
+        return answer_calls
 
     def _changed(self, told: Any) -> Any:
         if self.alter is None or not isinstance(told, dict):

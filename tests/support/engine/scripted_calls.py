@@ -174,7 +174,8 @@ class SamplingCalls:
             cached_tokens=self._engine.cached_tokens,
             routes=self._engine.routes,
         )
-        self._engine.generations.append(generation)
+        if not self._engine.is_aside(exchange.headers):
+            self._engine.generations.append(generation)
         return generation
 
     async def _sample(self, exchange: Exchange, generation: Generation, answer: Answer) -> None:

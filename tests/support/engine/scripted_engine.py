@@ -5,6 +5,7 @@
     engine.script = lambda generation, index: ...    # or decide by the request: `generation.prompt`, `.messages`, `.prompt_ids`
     with engine: ...                                 # serves at engine.url from a thread of its own
     engine.generations                               # what it was asked to sample, with the ids it was given
+    engine.contacts                                  # what it was asked when a service met it; see `shows_contact`
 
 Alone, for benchmarks: `python -m tests.support.engine.scripted_engine --port 0 --tokens 128`.
 """
@@ -142,7 +143,13 @@ class ScriptedEngine:
         self.url = ""
         self.received: list[Received] = []
         self.generations: list[Generation] = []
+        self.contacts: list[Received] = []
+        """What was asked to find out whether it can be read."""
+        self.shows_contact = False
+        """Whether that is received as calls are: listed, scripted and struck by faults. Otherwise a token is sampled at random."""
         self.script: Callable[[Generation, int], Reply | str | None] | None = None
+        self.version: Any = None
+        """What it says its version is; None: it has no /version."""
         self.max_model_len = max_model_len
         self.names_window = names_window
         self.cached_tokens = 0
@@ -165,6 +172,7 @@ class ScriptedEngine:
                 ("GET", "/v1/models"): self._models,
                 ("GET", "/health"): self._health,
                 ("GET", "/metrics/"): self._metrics,
+                ("GET", "/version"): self._tell_version,
             }
         if updatable and not plain:
             self._routes |= self.weights.routes
@@ -184,7 +192,13 @@ class ScriptedEngine:
         self._faults[path].extend(faults)
         return self
 
+    def is_aside(self, headers: Mapping[str, str]) -> bool:
+        """Whether a request with these is of first contact, and kept out of what a test sees of calls."""
+        return "x-verbatim-contact" in headers and not self.shows_contact
+
     def reply_to(self, generation: Generation, index: int) -> Reply:
+        if self.is_aside(generation.headers):
+            return random_reply(self.family, generation, index)
         reply: Reply | str | None = self.script(generation, index) if self.script else None
         if reply is None and self._replies:
             reply = self._replies.popleft()
@@ -202,7 +216,7 @@ class ScriptedEngine:
     def reset(self) -> Self:
         """Forget scripts and records; the weights and their label stay."""
         self.received, self.generations, self.script, self.cached_tokens = [], [], None, 0
-        self.routes, self.adds = False, {}
+        self.routes, self.adds, self.contacts, self.shows_contact = False, {}, [], False
         self._replies.clear()
         self._faults.clear()
         return self
@@ -217,11 +231,16 @@ class ScriptedEngine:
         exchange = Exchange(scope, receive, send)
         content = await exchange.read()
         body: Any = json.loads(content) if content else None
-        self.received.append(Received(exchange.method, exchange.path, exchange.headers, exchange.query, body, time.monotonic()))
+        request = Received(exchange.method, exchange.path, exchange.headers, exchange.query, body, time.monotonic())
+        is_aside = self.is_aside(exchange.headers)
+        if "x-verbatim-contact" in exchange.headers:
+            self.contacts.append(request)
+        if not is_aside:
+            self.received.append(request)
         route = self._routes.get((exchange.method, exchange.path))
         if route is None:
             await exchange.answer({"detail": "Not Found"}, 404)
-        elif self._faults[exchange.path] and body != {}:
+        elif self._faults[exchange.path] and body != {} and not is_aside:
             await misfortune(exchange, self._faults[exchange.path].popleft())
         else:
             try:
@@ -235,6 +254,12 @@ class ScriptedEngine:
         if self.adapter is not None:
             answer["data"].append({**answer["data"][0], "id": self.adapter, "parent": self.model})
         await exchange.answer(answer)
+
+    async def _tell_version(self, exchange: Exchange, body: Any) -> None:
+        if self.version is None:
+            await exchange.answer({"detail": "Not Found"}, 404)
+        else:
+            await exchange.answer({"version": self.version})
 
     async def _health(self, exchange: Exchange, body: Any) -> None:
         await exchange.answer(None)

@@ -94,13 +94,15 @@ class ShapedSglang(ScriptedEngine):
         if not body.get("input_ids"):
             message = "Either text, input_ids or input_embeds should be provided."
             return await exchange.answer({"error": {"message": message}}, 400)
-        self.bodies.append(body)
+        is_aside = self.is_aside(exchange.headers)
+        if not is_aside:
+            self.bodies.append(body)
         window, count = self.window or 8192, len(body["input_ids"])
         if count >= window:
             message = f"The input ({count} tokens) is longer than the model's context length ({window} tokens)."
             return await self._refuse(exchange, body, message)
         count = body["sampling_params"].get("n") or 1
-        choices = [self._shaped.popleft() for _ in range(count)]
+        choices = [Shaped([7]) if is_aside else self._shaped.popleft() for _ in range(count)]
         await (self._stream if body["stream"] else self._whole)(exchange, body, choices)
         return None
 

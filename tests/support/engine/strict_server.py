@@ -118,6 +118,8 @@ class StrictServer(ScriptedEngine):
         await exchange.answer({"object": "list", "data": [{"id": name, "object": "model"} for name in self._models]})
 
     async def _answer(self, exchange: Exchange, body: Any) -> None:
+        if self.is_aside(exchange.headers):
+            return await self._chat(exchange, {**body, "model": self.model})
         if self._busy:
             told = _error("Rate limit reached for requests per min (RPM): Limit 3, Used 3.")[1]
             return await exchange.answer(told, 429, {"retry-after": self._busy.popleft()})

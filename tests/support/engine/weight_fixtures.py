@@ -15,7 +15,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from proxy.engine.apis.base import EngineKind
 from proxy.engine.pool.pool import EnginePool
+from proxy.engine.replica import Replica
 from proxy.engine.weights.push import WeightUpdater
 from proxy.settings import Settings
 from proxy.store.service import WeightStore
@@ -35,6 +37,16 @@ def often_visited(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pools of this process look at their engines ten times as often as they would."""
     monkeypatch.setattr("proxy.engine.pool.standing.WATCH_SECONDS", 0.2)
     monkeypatch.setattr("proxy.engine.pool.standing.RETRY_SECONDS", 0.1)
+
+
+@pytest.fixture
+def unsampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pools of this process sample nothing at first contact: for engines that are made of a few answers."""
+
+    async def sample_nothing(kind: EngineKind, replica: Replica, logprob_mode: str) -> None:
+        pass
+
+    monkeypatch.setattr("proxy.engine.apis.contact.read_sample", sample_nothing)
 
 
 async def until(condition: Callable[[], bool], what: Callable[[], object]) -> None:

@@ -105,7 +105,7 @@ def test_max_tokens_is_sent_under_its_newer_name_to_models_that_want_that(redis_
             assert session.ask("q", **limit).choices[0].message.content
         told = [{name: body[name] for name in body if name.startswith("max")} for body in server.bodies()]
         assert told == [{"max_tokens": 3}, {"max_completion_tokens": 3}, {"max_completion_tokens": 4}]
-        assert describe(service)["notes"] == []
+        assert [note for note in describe(service)["notes"] if not note.startswith("takes no new weights")] == []
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from proxy.settings import Settings
 from proxy.store.service import WeightState, WeightStore
 from tests.support.engine.weight_fixtures import Service, generate, serving
 
-pytestmark = pytest.mark.usefixtures("often_visited")
+pytestmark = pytest.mark.usefixtures("often_visited", "unsampled")
 
 Answer = tuple[int, Any]
 

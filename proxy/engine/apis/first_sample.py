@@ -1,0 +1,148 @@
+"""The sample of one token that is taken at first contact, the way a call is sampled, to see that the engine's answers can be read.
+
+It belongs to no session: nothing of it is recorded or counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from proxy.dialects.base import Delta, FirstToken, HistoryMessage, Request, new_call_id
+from proxy.engine.apis.base import EngineKind, IdText, Job, PlanRequest
+from proxy.engine.apis.reply import Outcome, check_sampled
+from proxy.engine.replica import Replica
+from proxy.errors import EngineFailed, EngineUnavailable, RequestError, VerbatimError
+from proxy.timeline import CancelScope
+from reconstruct.messages import digest_message
+from reconstruct.prompt import Rendering, turn_end
+from reconstruct.records import Ids, pack_ids
+
+_TEXT = "Hello"
+_MODELS, _MESSAGES, _STREAMS, TURN_END = "models", "messages", "streams", "turn_end_unknown"
+"""Topics of notes."""
+
+TURN_END_UNKNOWN = (
+    "renders no dialogue from which the end of a turn can be read: calls whose sampled ids the chat template would write otherwise "
+    "branch (turn_end_unknown), a row each"
+)
+
+
+class NotReadable(Exception):
+    """Why a sample could not be read."""
+
+
+async def read_sample(kind: EngineKind, replica: Replica, logprob_mode: str) -> None:
+    """Sample a token and note on the replica what of a call's answer is missing. `logprob_mode`: vLLM's, "" if it is not known.
+
+    A stream is asked for, then a whole answer if that cannot be read, and where messages are refused one after a prompt.
+
+    Raises NotReadable if no call could be read, EngineUnavailable if the engine takes no call now."""
+    failures: list[VerbatimError] = []
+    for request in (
+        _ask_with_messages(replica, stream=True),
+        _ask_with_messages(replica, stream=False),
+        _ask_with_prompt(replica),
+    ):
+        if request.prompt is not None and not isinstance(failures[0], RequestError):
+            break
+        try:
+            outcome = await _sample(kind, replica, request, logprob_mode)
+        except EngineUnavailable:
+            raise
+        except VerbatimError as error:
+            failures.append(error)
+        else:
+            _note(
+                replica,
+                _MESSAGES,
+                f"refuses messages ({failures[0].message}): it serves prompts alone" if request.prompt else "",
+            )
+            streams = request.stream or request.prompt is not None
+            _note(replica, _STREAMS, "" if streams else f"answers no stream that can be read: {failures[0].message}")
+            if request.stream and not outcome.returns_ids:
+                # Some return ids with whole replies alone.
+                with contextlib.suppress(VerbatimError):
+                    await _sample(kind, replica, _ask_with_messages(replica, stream=False), logprob_mode)
+            if kind.takes_ids and request.prompt is None:
+                await _check_turn_end(kind, replica, request)
+            return
+    if not replica.models and isinstance(failures[0], RequestError):
+        # Calls name a model, and this engine does not say which it has.
+        why = f"it lists no models, and refuses a sample of {_model(replica)!r} ({failures[0].message})"
+        replica.trainable = False
+        replica.note(_MODELS, f"was not read before its first call: {why}")
+        return
+    raise NotReadable(failures[0].message) from failures[0]
+
+
+def _note(replica: Replica, topic: str, sentence: str) -> None:
+    if sentence:
+        replica.note(topic, sentence)
+    else:
+        replica.forget_note(topic)
+
+
+def _ask_with_messages(replica: Replica, *, stream: bool) -> Request:
+    message = {"role": "user", "content": _TEXT}
+    return Request("chat", _model(replica), [HistoryMessage(message, digest_message(message))], stream=stream)
+
+
+def _ask_with_prompt(replica: Replica) -> Request:
+    return Request("completions", _model(replica), [], prompt=_TEXT)
+
+
+def _model(replica: Replica) -> str:
+    return replica.models[0] if replica.models else "default"
+
+
+async def _sample(kind: EngineKind, replica: Replica, request: Request, logprob_mode: str) -> Outcome:
+    """Raises as `EngineKind.sample`, and EngineFailed for what no call could be recorded from."""
+    call_id = new_call_id()
+    job = Job(call_id, request, {"max_tokens": 1}, CancelScope("", call_id))
+    if kind.plans(replica, request):
+        job.plan = PlanRequest(None, None, False, None, False, lambda prompt, body: None)
+    elif kind.takes_ids:
+        if request.prompt is None:
+            rendered = await kind.render(replica, request, Rendering(request.messages, True), job.id_text)
+        else:
+            rendered = await kind.tokenizer(replica, request, job.id_text).tokenize(_TEXT, whole=True)
+        job.prompt_ids, job.body = rendered.ids, rendered.body
+    outcome = await kind.sample(replica, job, stream=request.stream, emit=_drop)
+    if outcome.broken is not None:
+        raise EngineFailed(outcome.broken)
+    if not outcome.choices[0].token_ids and outcome.choices[0].finish_reason == "abort":
+        # A weight update aborts what is in flight.
+        raise EngineUnavailable("it ended a sample of one token before there was a token")
+    check_sampled(outcome, logprob_mode)
+    if not outcome.returns_ids:
+        # Also where there is no id in the list of them: a token was sampled.
+        replica.see_ids(False, streamed=request.stream)
+    elif kind.takes_ids:
+        replica.see_ids(True, streamed=request.stream)
+    return outcome
+
+
+def _drop(piece: FirstToken | Delta) -> None:
+    """Nobody reads it."""
+
+
+async def _check_turn_end(kind: EngineKind, replica: Replica, request: Request) -> None:
+    """Note it if no short dialogue tells which ids end a turn."""
+
+    async def render(rendering: Rendering) -> Ids:
+        try:
+            return (await kind.render(replica, request, rendering, IdText())).ids
+        except RequestError:
+            return pack_ids(())
+
+    steps = turn_end()
+    wanted = next(steps)
+    with contextlib.suppress(VerbatimError):
+        while True:
+            rendered = await asyncio.gather(*map(render, wanted))
+            try:
+                wanted = steps.send(rendered)
+            except StopIteration as stop:
+                _note(replica, TURN_END, "" if stop.value is not None else TURN_END_UNKNOWN)
+                return
