@@ -498,7 +498,9 @@ def test_a_plugin_that_is_gone_after_a_restart_is_not_asked_again(vllm_server: V
     """The service met the engine with the plugin; the call that finds it gone is made over the three routes."""
     with RecordingRelay(vllm_server.url) as relay, RunningService(relay.url, redis_server.url) as service:
         wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "ready")
-        assert [replica["plugin"] for replica in service.request("GET", "/engines").json()["replicas"]] == [True]
+        replica = find_replica(service)
+        assert (replica["plugin"], replica["trainable"], replica["takes_weights"], replica["notes"]) == (True, True, True, [])
+        assert replica["version"] == httpx.get(f"{vllm_server.url}/version").json()["version"]
         session = service.session()
         read = [ask(session, False, [user("?")])]
         relay.plugin = False

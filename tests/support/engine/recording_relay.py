@@ -80,8 +80,8 @@ class GeneratedByPlugin(Generated):
 
 
 class RecordingRelay:
-    """Relays everything to `upstream` from a thread of its own; used in a `with` block. `generated` is by request id, `asked` counts the
-    requests by path and `sent_bytes` their bodies. Without `plugin` it hides that the engine has one."""
+    """Relays everything to `upstream` from a thread of its own, and records all but first contact; used in a `with` block. `generated` is
+    by request id, `asked` counts the requests by path and `sent_bytes` their bodies. Without `plugin` it hides that the engine has one."""
 
     def __init__(self, upstream: str, *, plugin: bool = True) -> None:
         self.url = ""
@@ -132,13 +132,16 @@ class RecordingRelay:
         body = await request.read()
         if request.path.startswith(ROUTE) and not self.plugin:
             return web.json_response({"detail": "Not Found"}, status=404)
-        self.asked[request.path] += 1
-        self.sent_bytes += len(body)
-        noted = self._note(request.path, body)
+        noted = None
+        # What a service asks to find out whether the engine can be read is no call.
+        if "x-verbatim-contact" not in request.headers:
+            self.asked[request.path] += 1
+            self.sent_bytes += len(body)
+            noted = self._note(request.path, body)
         headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP_BY_HOP}
         url = self._upstream + request.path_qs
         async with self._client.request(request.method, url, data=body, headers=headers) as answer:
-            if isinstance(noted, GeneratedByPlugin) or "event-stream" in answer.headers.get("content-type", ""):
+            if request.path == SAMPLE or "event-stream" in answer.headers.get("content-type", ""):
                 return await self._stream(request, answer, noted)
             content = await answer.read()
             if noted is not None and answer.status == 200:
@@ -151,7 +154,7 @@ class RecordingRelay:
     ) -> web.StreamResponse:
         out = web.StreamResponse(status=answer.status, headers={"content-type": answer.headers["content-type"]})
         await out.prepare(request)
-        lines = answer.content.iter_any() if isinstance(noted, GeneratedByPlugin) else answer.content
+        lines = answer.content.iter_any() if request.path == SAMPLE else answer.content
         async for line in lines:
             if noted is not None and answer.status == 200:
                 noted.take_line(line)
