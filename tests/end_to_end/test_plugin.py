@@ -17,6 +17,7 @@ import numpy as np
 import openai
 import pytest
 
+from proxy.engine.apis.routers import START
 from proxy.engine.in_vllm.frames import ROUTE, SAMPLE
 from proxy.engine.in_vllm.launch import VllmServer
 from tests.end_to_end.test_closed_loop import read_metric, sampled, wait_until_it_samples
@@ -516,8 +517,14 @@ def find_replica(service: RunningService) -> dict[str, Any]:
     return dict(replica)
 
 
-def test_api_servers_of_one_engine_are_no_router(glm_server: VllmServer, glm_sides: tuple[Side, Side]) -> None:
-    """With the plugin they have one name, and without it their workers do; the relay hides the plugin of the second."""
+def test_api_servers_of_one_engine_are_no_router(
+    vllm_server: VllmServer, glm_server: VllmServer, glm_sides: tuple[Side, Side]
+) -> None:
+    """With the plugin they have one name, and without it their workers do; the relay hides the plugin of the second. One server says when
+    it started, several do not."""
+    starts = [httpx.get(server.url + START.routes[0]).text for server in (vllm_server, glm_server)]
+    assert [bool(START.read(text.encode())) for text in starts] == [True, False]
+    assert max(map(len, starts)) < 500
     told = {httpx.get(f"{glm_server.url}{ROUTE}", headers={"Connection": "close"}).json()["engine"] for _ in range(20)}
     assert len(told) == 1
     for side in glm_sides:

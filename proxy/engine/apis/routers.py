@@ -34,14 +34,15 @@ _AGAIN = 2
 _SESSIONS = tuple(f"verbatim-{number}" for number in range(16))
 """Few, since routers count sessions per engine."""
 _REMEMBERED = 64
+_LIST = "list"
 _LISTED = 8
 """How many engines of a router the note names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What tells engines apart: the first of the `routes` that has it is read. `body`: what is posted there. `steady`: only an engine that
-    starts again says something else."""
+    """What tells engines apart: the first of the `routes` that has it is read. `body`: what is posted there, which costs the engine
+    a step, so only where nothing else tells. `steady`: only an engine that starts again says something else."""
 
     name: str
     routes: tuple[str, ...]
@@ -99,12 +100,17 @@ async def look_behind(http: EngineHttp, replica: Replica, sources: Sequence[Sour
 
 async def _find_engines(http: EngineHttp, replica: Replica, sources: Sequence[Source], *, thorough: bool) -> str:
     """The sentence about the router; empty if one engine seems to answer."""
-    listed = await _list_engines(http, replica)
+    known = replica.sightings
+    listed = await _list_engines(http, replica) if thorough or known else []
+    if listed:
+        known[_LIST] = listed
     if len(listed) > 1:
         named = " ".join(f"--engine {url}" for url in listed[:_LISTED])
         return _describe(f"it lists {len(listed)}", f"name them instead of it ({named}{' …' if len(listed) > _LISTED else ''})")
     for source in sources:
-        if not thorough and source.name not in replica.sightings:
+        if not thorough and (source.name not in known or source.body is not None):
+            continue
+        if source.body is not None and known.keys() - {_LIST, source.name}:
             continue
         if await _hear_several(http, replica, source, QUESTIONS if thorough else _AGAIN):
             return _describe(f"their answers differ ({source.name})", "name each instead of it (--engine URL)")
