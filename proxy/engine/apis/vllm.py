@@ -128,7 +128,7 @@ class VllmTokens(EngineKind):
         return plugin + super().way_out(replica)
 
     async def find_plugin(self, probe: Probe, replica: Replica) -> bool:
-        return await vllm_plugin.find_plugin(probe, replica)
+        return await vllm_plugin.find_plugin(self._http, probe, replica)
 
     async def sample(self, replica: Replica, job: Job, *, stream: bool, emit: Emit) -> Outcome:
         if replica.plugin:

@@ -67,10 +67,14 @@ NOTE = "plugin"
 """The topic of what is noted about a plugin that is installed and not used."""
 
 
-async def find_plugin(probe: Probe, replica: Replica) -> bool:
-    """Whether the engine has the plugin, with the protocol that this service speaks. Notes one that is installed and cannot be used."""
+async def find_plugin(http: EngineHttp, probe: Probe, replica: Replica) -> bool:
+    """Whether the engine has the plugin, with the protocol that this service speaks, and nothing on the way refuses its requests. Notes one
+    that is installed and cannot be used."""
     protocol = (await probe.read(ROUTE)).get("protocol")
     if protocol == PROTOCOL:
+        if refused := await http.try_frames(replica, SAMPLE):
+            _note_refused(replica, refused)
+            return False
         replica.forget_note(NOTE)
         return True
     if protocol is not None:
@@ -85,6 +89,10 @@ async def find_plugin(probe: Probe, replica: Replica) -> bool:
         return False
     replica.note(NOTE, f"takes calls over vLLM's own routes: the plugin is installed, but {why}")
     return False
+
+
+def _note_refused(replica: Replica, reason: str) -> None:
+    replica.note(NOTE, f"takes calls over vLLM's own routes: the plugin's requests are refused there ({reason})")
 
 
 async def _is_installed(probe: Probe) -> bool:
@@ -106,7 +114,7 @@ async def sample(http: EngineHttp, replica: Replica, job: Job, *, stream: bool, 
     except FramesRefused as error:
         # Of a router, or the engine was started again without the plugin.
         replica.plugin = False
-        replica.note(NOTE, f"takes calls over vLLM's own routes: the plugin's requests are refused there ({error.message})")
+        _note_refused(replica, error.message)
         raise PlansNoMore(error.message) from error
     except ContextTooLong as error:
         error.param = "messages" if job.request.prompt is None else "prompt"

@@ -21,7 +21,7 @@ from proxy.engine.wire.channels import (
     ConnectTimeout,
     Unanswered,
 )
-from proxy.engine.wire.refusals import frames_refusal, is_pause, paused, read_retry_after, refusal
+from proxy.engine.wire.refusals import FramesRefused, frames_refusal, is_pause, paused, read_retry_after, refusal
 from proxy.errors import EngineFailed, EngineUnavailable, VerbatimError
 from proxy.timeline import ENGINE, TIMELINE, CancelScope, Timeline, Waiting
 
@@ -201,6 +201,15 @@ class EngineHttp:
         return Frames(
             self, self._channels, replica, path, data, EngineAnswer, scope, True, {**self._headers, "Content-Type": MEDIA_TYPE}
         )
+
+    async def try_frames(self, replica: Replica, path: str) -> str:
+        """What refuses requests to the plugin on the way, in its words; "" if the plugin itself answers, or nothing does."""
+        try:
+            async with await self._channels.post(replica.url + path, b"\xc0", {"Content-Type": MEDIA_TYPE}) as answer:
+                error = await _read_refusal(replica, path, answer, frames_refusal)
+        except (ChannelError, TimeoutError):
+            return ""
+        return error.message if isinstance(error, FramesRefused) else ""
 
     async def find_version(self, replica: Replica, before: int | None, scope: CancelScope) -> int | None:
         """The weight version that all tokens of the call were sampled under; None if unknown or not reported in time.

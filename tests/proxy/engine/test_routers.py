@@ -154,12 +154,16 @@ def test_an_engine_that_starts_again_is_no_router(redis_server: RedisServer, tmp
         assert replica_of(service)["router"] is False
 
 
-class WithPlugin(ScriptedEngine):
-    """An engine whose plugin is found, and what stands before it refuses the plugin's requests."""
+OWN = {"error": {"message": "temperature must be positive", "type": "BadRequestError", "param": "temperature", "code": 400}}
 
-    def __init__(self, status: int, refusal: Any) -> None:
+
+class WithPlugin(ScriptedEngine):
+    """An engine whose plugin refuses everything, in its own words, until what stands before it does: `refusal`."""
+
+    def __init__(self) -> None:
         super().__init__("qwen3")
-        self.status, self.refusal, self.refused = status, refusal, 0
+        self.refusal: tuple[int, Any] = (400, OWN)
+        self.refused = 0
         self._routes |= {("GET", ROUTE): self._about}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -168,7 +172,8 @@ class WithPlugin(ScriptedEngine):
         self.refused += 1
         exchange = Exchange(scope, receive, send)
         await exchange.read()
-        await exchange.answer(self.refusal, self.status)
+        status, body = self.refusal
+        await exchange.answer(body, status)
         return None
 
     async def _about(self, exchange: Exchange, body: Any) -> None:
@@ -187,26 +192,31 @@ REFUSALS: dict[str, tuple[int, Any]] = {
 }
 
 
+@pytest.mark.parametrize("met", [False, True])
 @pytest.mark.parametrize("refusal", REFUSALS)
 def test_a_call_whose_plugin_request_is_refused_on_the_way_is_made_over_vllms_routes(
-    redis_server: RedisServer, refusal: str
+    redis_server: RedisServer, refusal: str, met: bool
 ) -> None:
-    """The harness read the refusal, as if it were its own request's fault. It is made once: the next call goes over the routes at once."""
+    """The harness read the refusal, as if it were its own request's fault. It is refused once: at contact, or in the first call where the
+    engine was `met` before."""
     redis_server.flushall()
-    with WithPlugin(*REFUSALS[refusal]) as engine, RunningService(engine.url, redis_server.url) as service:
-        session = service.session()
-        assert session.ask("hello").choices[0].message.content is not None
-        streamed_text(session.ask("hello again", stream=True))
-        session.client.completions.create(model="policy", prompt="once upon", max_tokens=2)
-        assert engine.refused <= 1 and replica_of(service)["plugin"] is False
-        assert any("the plugin's requests are refused" in note for note in replica_of(service)["notes"])
-        assert len(session.calls) == 3
+    with WithPlugin() as engine:
+        engine.refusal = (400, OWN) if met else REFUSALS[refusal]
+        with RunningService(engine.url, redis_server.url) as service:
+            assert replica_of(service)["plugin"] is met
+            engine.refusal, engine.refused = REFUSALS[refusal], 0
+            session = service.session()
+            assert session.ask("hello").choices[0].message.content is not None
+            streamed_text(session.ask("hello again", stream=True))
+            session.client.completions.create(model="policy", prompt="once upon", max_tokens=2)
+            assert engine.refused == met and replica_of(service)["plugin"] is False
+            assert any("the plugin's requests are refused" in note for note in replica_of(service)["notes"])
+            assert len(session.calls) == 3
 
 
 def test_what_the_plugin_itself_refuses_is_the_calls_fault(redis_server: RedisServer) -> None:
     redis_server.flushall()
-    own = {"error": {"message": "temperature must be positive", "type": "BadRequestError", "param": "temperature", "code": 400}}
-    with WithPlugin(400, own) as engine, RunningService(engine.url, redis_server.url) as service:
+    with WithPlugin() as engine, RunningService(engine.url, redis_server.url) as service:
         with pytest.raises(BadRequestError, match="temperature must be positive"):
             service.session().ask("hello")
         assert replica_of(service)["plugin"] is True

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from proxy.engine.in_vllm.frames import (
@@ -164,7 +165,10 @@ class RecordingRelay:
 
     def _note(self, path: str, body: bytes) -> Generated | None:
         if path == SAMPLE:
-            made = GeneratedByPlugin(read_ask(body))
+            try:
+                made = GeneratedByPlugin(read_ask(body))
+            except msgspec.MsgspecError:
+                return None  # a probe for the plugin
             self.generated[made.request_id] = made
             return made
         if path != GENERATE:
