@@ -6,8 +6,8 @@ of messages uses `/v1/completions/render` and `/v1/completions/derender`, and ge
 (`output_mode: text`), with stop strings held back and cut.
 
 Before 0.32 generate tells less. The weight version is then the replica's before the call if it still is after it, otherwise unknown; the
-stop string that ended a reply is found in its text; and the text after a prompt is sampled by `/v1/completions`. Checked against vLLM 0.24,
-0.26, 0.29, 0.31 and 0.32.
+stop string that ended a reply is found in its text; and the text after a prompt is sampled by `/v1/completions`. Since 0.33 generate parses
+a whole reply itself (`output_mode: derender`). Checked against vLLM 0.24, 0.26, 0.29, 0.31, 0.32 and 0.33.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from proxy.engine.apis.vllm_reply import (
     SampledChoice,
     answer_type,
     bar_placeholders,
+    can_parse_itself,
     gather,
     generate_body,
     read_ranges,
@@ -49,7 +50,8 @@ from proxy.engine.apis.vllm_reply import (
 from proxy.engine.in_vllm.frames import ABORT
 from proxy.engine.replica import Replica
 from proxy.engine.wire.http import EngineHttp
-from proxy.errors import ContextTooLong, EngineFailed, VerbatimError
+from proxy.engine.wire.refusals import EngineError
+from proxy.errors import ContextTooLong, EngineFailed, RequestError, VerbatimError
 from proxy.timeline import INTERPRET, Within
 from reconstruct.errors import IdOutOfRange
 from reconstruct.prompt import Rendering
@@ -134,6 +136,13 @@ class VllmTokens(EngineKind):
         if replica.plugin:
             return await vllm_plugin.sample(self._http, replica, job, stream=stream, emit=emit)
         if job.request.prompt is None:
+            if can_parse_itself(job, stream):
+                try:
+                    return await self._sample_messages(replica, job, stream, emit, parsed=True)
+                except (RequestError, EngineError):
+                    # Of a reply that cannot be parsed this tells no token: it is sampled again. A request that is refused is refused again.
+                    if job.scope.hung_up:
+                        raise
             return await self._sample_messages(replica, job, stream, emit)
         if _samples_by_completions(replica, job):
             return await self._sample_completion(replica, job, stream, emit)
@@ -146,8 +155,8 @@ class VllmTokens(EngineKind):
         path = ABORT if replica.plugin else "/abort_requests"
         return await self._abort_request(replica, job, f"generate-tokens-{job.call_id}", path)
 
-    async def _sample_messages(self, replica: Replica, job: Job, stream: bool, emit: Emit) -> Outcome:
-        """Emits deltas as far as the engine's parsers are certain of them."""
+    async def _sample_messages(self, replica: Replica, job: Job, stream: bool, emit: Emit, *, parsed: bool = False) -> Outcome:
+        """Emits deltas as far as the engine's parsers are certain of them. `parsed`: generate parses the reply."""
         # A stop string is cut from the whole text, and logprobs belong to it: then the text waits for the end.
         parser, before = Parser(self._http, replica, job), replica.weight_version
         live = stream and parser.takes_steps and not job.sampling.get("stop") and job.request.top_logprobs is None
@@ -156,7 +165,8 @@ class VllmTokens(EngineKind):
         streams = _can_stream(replica, job, stream)
         if job.media:
             bar_placeholders(job)
-        body, expected, expansion = generate_body(replica, job, streams), answer_type(job), Expansion(replica, job)
+        body = generate_body(replica, job, streams, parsed=parsed)
+        expected, expansion = answer_type(job), Expansion(replica, job)
         with Reading(choices) as reading:
             async with self._http.receive(replica, GENERATE, body, expected, job.scope, stream=streams) as answers:
                 while not answers.ended:

@@ -91,6 +91,7 @@ class Piece(msgspec.Struct):
 
 class _Piece(Piece):
     logprobs: _Logprobs | None = None
+    message: dict[str, Any] | None = None
 
 
 class _Placeholder(msgspec.Struct):
@@ -121,6 +122,7 @@ class _BareLogprobs(msgspec.Struct):
 
 class _BarePiece(Piece):
     logprobs: _BareLogprobs | None = None
+    message: dict[str, Any] | None = None
 
 
 class _BarelyGenerated(GenerateAnswer):
@@ -134,8 +136,18 @@ def answer_type(job: Job) -> type[Generated]:
     return _BarelyGenerated  # type: ignore[return-value]
 
 
-def generate_body(replica: Replica, job: Job, stream: bool) -> dict[str, Any]:
-    """The rendering's generate body with the job's ids and effective sampling; always with logprobs."""
+def can_parse_itself(job: Job, stream: bool) -> bool:
+    """Whether generate can parse this reply, too, which saves a request: a whole one, since vLLM 0.33, whose rendering says how. It names
+    no tokens in its logprobs then, so none but the sampled ones' own may be wanted."""
+    context = job.body.get("parse_context")
+    if stream or not context or job.media or job.wanted.top_logprobs or job.request.top_logprobs is not None:
+        return False
+    # Where it hides thoughts it hides the ids, too.
+    return context.get("include_reasoning") is True
+
+
+def generate_body(replica: Replica, job: Job, stream: bool, *, parsed: bool = False) -> dict[str, Any]:
+    """The rendering's generate body with the job's ids and effective sampling; always with logprobs. `parsed`: with the message."""
     sampling = {**job.body.get("sampling_params", {}), **job.sampling, **job.wanted.parameters}
     sampling["logprobs"] = job.wanted.logprobs(job.request.top_logprobs)
     if job.request.n > 1:
@@ -151,6 +163,8 @@ def generate_body(replica: Replica, job: Job, stream: bool) -> dict[str, Any]:
         "stream_options": {"include_usage": True} if stream else None,
         "return_token_ids": False,
     }
+    if parsed:
+        body["output_mode"] = "derender"
     return body | _image_fields(job) if job.media else body
 
 
@@ -233,12 +247,18 @@ class SampledChoice(PieceChoice):
     def __init__(self, index: int, live: bool) -> None:
         super().__init__(index)
         self.entries: list[Logprob] = []
+        self.message: dict[str, Any] | None = None
+        """As generate parsed it."""
         self.live = LiveText(index) if live else None
 
     def add(self, piece: _Piece) -> None:
         self.add_piece(piece)
         if piece.logprobs and piece.logprobs.content:
             self.entries.extend(piece.logprobs.content)
+        if piece.message is not None:
+            self.message = piece.message
+            # The chat's word for a reply with tool calls that ended by itself.
+            self.finish_reason = "stop" if self.finish_reason == "tool_calls" else self.finish_reason
         if self.live is not None:
             self.live.pending.extend(visible_ids(piece.token_ids or [], self.finish_reason, self.stop_reason))
 
@@ -250,7 +270,7 @@ class SampledChoice(PieceChoice):
     @property
     def names_tokens(self) -> bool:
         """Whether it is of a vLLM before 0.32, which names sampled tokens as text. It reports neither the weights nor the stop string."""
-        return bool(self.entries) and self.entries[0].token_id is msgspec.UNSET
+        return self.message is None and bool(self.entries) and self.entries[0].token_id is msgspec.UNSET
 
     def hold_version(self, version: int | None) -> None:
         """All of it was sampled under one weight version, or (None) it is not known under which."""
@@ -264,8 +284,9 @@ class SampledChoice(PieceChoice):
 
     def finish_parsed(self, replica: Replica, job: Job, parsed: Parsed, prompt_logprobs: PromptLogprobs | None) -> Sampled:
         """Raises EngineFailed if the logprobs are of other tokens."""
-        named = map(BareLogprob.read_id if self.names_tokens else _token_id, self.entries)
-        check_entries(self.index, self.token_ids, list(named))
+        if self.message is None:
+            named = map(BareLogprob.read_id if self.names_tokens else _token_id, self.entries)
+            check_entries(self.index, self.token_ids, list(named))
         tops = None
         if job.wanted.top_logprobs:
             decoded = (msgspec.json.decode(entry.top_logprobs, type=list[BareLogprob]) for entry in self.entries)
@@ -386,6 +407,10 @@ class Parser:
         visible = choice.visible_ids
         if not choice.token_ids or not (visible or wanted):
             return Parsed({"role": "assistant", "content": ""})
+        if choice.message is not None:
+            message = plain_message(choice.message)
+            keep_one_call(message, self._job.request)
+            return Parsed(message)
         body = {
             "model": self._job.request.model,
             "generate_response": self._generate_response(choice, visible or choice.token_ids, wanted),

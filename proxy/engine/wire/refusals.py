@@ -22,6 +22,10 @@ class UnknownRoute(EngineFailed):
     retry_after_seconds = None
 
 
+class EngineError(EngineFailed):
+    """It answered with an error of its own."""
+
+
 def refusal(replica: Replica, path: str, status: int, data: bytes, retry_after: float | None = None) -> VerbatimError:
     """The engine's HTTP error as ours: a 4xx is the caller's fault, the rest the engine's. `retry_after`: seconds that it asks to wait."""
     message, param = read_message(data)
@@ -40,7 +44,7 @@ def refusal(replica: Replica, path: str, status: int, data: bytes, retry_after: 
         return EngineUnavailable(busy) if retry_after is None else EngineBusy(busy, retry_after)
     if status in (404, 405):
         return UnknownRoute(f"engine {replica.name} does not know {path}")
-    return EngineFailed(f"engine {replica.name} failed with HTTP {status}: {message[:300]}")
+    return EngineError(f"engine {replica.name} failed with HTTP {status}: {message[:300]}")
 
 
 class FramesRefused(EngineUnavailable):

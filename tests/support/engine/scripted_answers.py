@@ -66,6 +66,30 @@ class GenerateWhole(WholeAnswer):
         await self.exchange.answer(generate_answer(self.generation, MODEL, choices))
 
 
+class GenerateParsed(WholeAnswer):
+    """As vLLM 0.33 answers `output_mode: derender`: with messages, chat-shaped logprobs and a chat's finish reasons."""
+
+    def __init__(self, exchange: Exchange, generation: Generation, family: Family) -> None:
+        super().__init__(exchange, generation)
+        self._family = family
+
+    async def end(self) -> None:
+        choices = [self._choice(index, steps) for index, steps in enumerate(self.steps)]
+        await self.exchange.answer(generate_answer(self.generation, MODEL, choices) | {"output_mode": "derender"})
+
+    def _choice(self, index: int, steps: Sequence[Step]) -> dict[str, Any]:
+        context = self.generation.body["parse_context"]
+        choice = generate_choice(index, steps, True)
+        ids, ended = choice["token_ids"], choice["finish_reason"] == "stop" and not isinstance(choice["stop_reason"], str)
+        parsed = parse(self._family, ids[:-1] if ended else ids, context, self._family.decode(self.generation.prompt_ids[-4:]))
+        message = message_of(parsed, [tool_call("random", name, arguments) for name, arguments in parsed.calls])
+        if isinstance(stop := choice["stop_reason"], str):
+            message["content"] = message["content"][: message["content"].index(stop)]
+        called = parsed.calls and choice["finish_reason"] == "stop" and is_auto(context)
+        told = {"message": message, "finish_reason": "tool_calls" if called else choice["finish_reason"]}
+        return choice | told | {"logprobs": chat_logprobs(self._family, choice["logprobs"]["content"])}
+
+
 class StreamAnswer(Answer):
     """Headers go out with the first event."""
 

@@ -15,6 +15,7 @@ from tests.support.engine.scripted_answers import (
     Answer,
     ChatStream,
     ChatWhole,
+    GenerateParsed,
     GenerateStream,
     GenerateWhole,
     Live,
@@ -75,6 +76,12 @@ class SamplingCalls:
         room = self._engine.max_model_len - len(ids)
         rendered = generate_body(body, ids, f"chatcmpl-{request_id(exchange, body)}", room, seen)
         rendered["sampling_params"] |= self._engine.adds
+        if self._engine.parses_itself:
+            context = {
+                "tools": body.get("tools"),
+                "tool_choice": body.get("tool_choice") or ("auto" if body.get("tools") else "none"),
+            }
+            rendered["parse_context"] = context | {"include_reasoning": body.get("include_reasoning", True)}
         await exchange.answer(rendered)
 
     def _rendered(self, body: Mapping[str, Any]) -> tuple[list[int], Any]:
@@ -145,6 +152,9 @@ class SamplingCalls:
         await self._sample(exchange, generation, self._generate_answer(exchange, generation))
 
     def _generate_answer(self, exchange: Exchange, generation: Generation) -> Answer:
+        if generation.body.get("output_mode") == "derender":
+            assert not generation.stream and generation.body["parse_context"]["include_reasoning"]
+            return GenerateParsed(exchange, generation, self._family)
         return GenerateStream(exchange, generation) if generation.stream else GenerateWhole(exchange, generation)
 
     async def chat(self, exchange: Exchange, body: Any) -> None:

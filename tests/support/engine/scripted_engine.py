@@ -158,6 +158,8 @@ class ScriptedEngine:
         """How many images a prompt may have; 0: the model takes none."""
         self.routes = False
         """Whether it tells which experts each token was routed to."""
+        self.parses_itself = False
+        """As vLLM 0.33: renderings say how to parse, and generate does if it is asked to."""
         self.adds: dict[str, Any] = {}
         """Sampling parameters that it gives every rendering of messages, whatever was asked."""
         self._default = default or (lambda generation, index: random_reply(self.family, generation, index))
@@ -217,6 +219,7 @@ class ScriptedEngine:
         """Forget scripts and records; the weights and their label stay."""
         self.received, self.generations, self.script, self.cached_tokens = [], [], None, 0
         self.routes, self.adds, self.contacts, self.shows_contact = False, {}, [], False
+        self.parses_itself = False
         self._replies.clear()
         self._faults.clear()
         return self
