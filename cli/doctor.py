@@ -7,15 +7,16 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import httpx
 import typer
 
 from cli.checks import EXTRAS, Check, check_disks, check_harness, check_readable, check_runtimes, print_checks
+from cli.engine_access import PROBE_SECONDS, check_engine, open_engine_client
 from cli.engines import describe_replica
 from cli.options import AsJson, ServiceUrl, find_missing, installed_version
 from cli.refusal import Refusal
@@ -24,7 +25,6 @@ from reconstruct.extras import how_to_install
 if TYPE_CHECKING:
     from cli.control import Control
 
-PROBE_SECONDS = 10.0
 REPLACE = "install a current valkey-server or redis-server"
 INTERPRETERS = ("python3", "node", "sh")
 """A harness whose command is one of these is a script in its own definition: nothing to install."""
@@ -64,7 +64,7 @@ def doctor(
     # Libraries warn of what a check reports anyway.
     logging.disable(logging.WARNING)
     checks = [check_version(), *check_extras(), *check_service(url)]
-    checks += [check_engine(each) for each in engine or ()]
+    checks += check_engines(engine or ())
     if redis:
         checks += asyncio.run(check_redis(redis))
     elif not find_missing(EXTRAS["proxy"]):
@@ -182,18 +182,13 @@ def _check_nodes(control: Control) -> Iterator[Check]:
         yield Check(f"node {node['name']}", "ok", f"{', '.join(node['runtimes'])}, {state}")
 
 
-def check_engine(url: str) -> Check:
-    """An engine, asked directly."""
-    about = f"engine {url}"
-    advice = "start it, or correct the URL: vllm serve MODEL --enable-scale-out (before vLLM 0.30 without that flag)"
-    try:
-        listed = httpx.get(f"{url.rstrip('/')}/v1/models", timeout=PROBE_SECONDS).raise_for_status().json()
-        models = ", ".join(str(model["id"]) for model in listed["data"])
-        version = httpx.get(f"{url.rstrip('/')}/version", timeout=PROBE_SECONDS)
-        name = f"vLLM {version.json()['version']}" if version.is_success else "not vLLM"
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-        return Check(about, "fix", f"it does not list its models: {error}", advice)
-    return Check(about, "ok", f"serves {models}; {name}")
+def check_engines(engines: Sequence[str]) -> list[Check]:
+    """Engines, asked directly. One that does not answer is to be fixed."""
+    if not engines:
+        return []
+    with open_engine_client(PROBE_SECONDS) as client:
+        checks = [check_engine(engine, client) for engine in engines]
+    return [replace(check, state="fix") if check.state == "note" else check for check in checks]
 
 
 async def check_redis(url: str) -> list[Check]:

@@ -30,6 +30,13 @@ def generate(
             metavar="URL", help="Start a service and a node for this engine. Repeat it for every replica of the model."
         ),
     ] = None,
+    engine_api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File with the API key of --engine: an API vendor's, for example. Or set VERBATIM_ENGINE_API_KEY.",
+        ),
+    ] = None,
     url: Annotated[
         str | None, typer.Option(metavar="URL", help="Use this running service and its nodes instead; VERBATIM_ADMIN_TOKEN.")
     ] = None,
@@ -55,11 +62,12 @@ def generate(
     """Sample the tasks of a file until enough attempts pass, and write the accepted ones.
 
     Best of eight: --samples 8 --want 1. Rejection sampling: --max-samples 16 --want 1. DIR gets accepted/ (Parquet, one row per
-    trajectory, with tokens, text and logprobs), chat.jsonl (the same rows as chat messages), rollouts.jsonl (every attempt, and why
-    it was not accepted), and a data card: datasets.load_dataset reads DIR.
+    trajectory, with tokens, text and logprobs), chat.jsonl (the same rows as chat messages; also what an engine without token ids
+    replied), rollouts.jsonl (every attempt, and why it was not accepted), and a data card: datasets.load_dataset reads DIR.
 
     \b
     verbatim generate --tasks tasks.jsonl --harness pi --engine http://127.0.0.1:8000 --accept 'reward > 0' --out solved
+    verbatim generate --tasks tasks.jsonl --engine https://api.example.com --engine-api-key-file key --model large --out distilled
     verbatim generate --tasks tasks.jsonl --url http://proxy:8700 --samples 4 --want 2 --max-samples 16 --out solved
 
     First it prints what the tasks need, and ends if something is missing. It ends early, too, if the first attempts all fail for
@@ -67,6 +75,8 @@ def generate(
     nothing was accepted.
     """
     check_flags(engine, url, run, samples, want, max_samples)
+    if engine_api_key_file is not None and not engine:
+        raise Refusal("--engine-api-key-file is the key of --engine; the service of --url has its own", exit_code=2)
     if url is None:
         check_installed("generate --engine", (*NEEDS, *EXTRAS["proxy"]), "proxy,rollout,archive")
     check_installed("generate", NEEDS, "rollout,archive")
@@ -93,15 +103,20 @@ def generate(
                     api, wait = ArchiveApi(url), stop.wait
                     screen.report_needs(check_nodes(inputs, api))
                 else:
-                    screen.report_needs(asyncio.run(check_own_node(inputs, engine or [], folder, screen.say)))
+                    screen.report_needs(
+                        asyncio.run(check_own_node(inputs, engine or [], engine_api_key_file, folder, screen.say))
+                    )
                     from cli.serving.own_service import OwnService
 
                     kinds, most = list_kinds(inputs), run or DEFAULT_RUN
-                    own = OwnService(engine or [], folder.data, folder.logs, stop.wait, screen.say, most, kinds, folder.id)
+                    own = OwnService(
+                        *(engine or [], folder.data, folder.logs, stop.wait, screen.say, most, kinds, folder.id),
+                        key_file=engine_api_key_file,
+                    )
                     stack.enter_context(own)
                     api, wait = ArchiveApi(own.url, own.token), own.wait
                 stack.enter_context(api)
-                texts = stack.enter_context(Detokenizer(api.get("/engines")["replicas"]))
+                texts = stack.enter_context(Detokenizer(api.get("/engines")["replicas"], engine_api_key_file))
                 Generation(api, folder, inputs, limits, rule, screen, wait, texts.decode).run()
         except Refusal as refusal:
             if stop.number is None:

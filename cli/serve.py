@@ -50,6 +50,9 @@ def serve(
             "sglang: SGLang's /generate; both need --renderer. chat: any server of /v1/chat/completions. auto (default): probe each one.",
         ),
     ] = None,
+    engine_api_key_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File with the engines' API key; or set VERBATIM_ENGINE_API_KEY.")
+    ] = None,
     renderer: Annotated[
         str | None,
         typer.Option(
@@ -168,6 +171,7 @@ def serve(
     flags = {
         "engine": engine or None,
         "engine_api": engine_api,
+        "engine_api_key_file": engine_api_key_file,
         "renderer": renderer,
         "redis": redis,
         "data_dir": data_dir,

@@ -70,6 +70,8 @@ class Settings(BaseSettings):
     """Configuration of the renderers package, for example {"name": "qwen3"} for a model whose name it does not know."""
     engine_api_key: SecretStr | None = None
     """Bearer token for the engines."""
+    engine_api_key_file: Path | None = Field(None, validate_default=True)
+    """File with that token, in place of `engine_api_key`. Read at start."""
     engine_ca_file: Path | None = None
     """PEM file with certificate authorities to trust, besides the system's, for engines whose URL is https. Read at start."""
     engine_client_cert: Path | None = None
@@ -317,6 +319,22 @@ class Settings(BaseSettings):
         if name != "auto":
             find_kind(name)
         return name
+
+    @field_validator("engine_api_key_file")
+    @classmethod
+    def _check_engine_key(cls, path: Path | None, others: ValidationInfo) -> Path | None:
+        given = others.data.get("engine_api_key")
+        if path is not None and given is not None and given.get_secret_value():
+            raise ValueError("VERBATIM_ENGINE_API_KEY is set, too: set one of the two")
+        if path is not None and len(tokens_in(path)) != 1:
+            raise ValueError("it does not hold one key")
+        return path
+
+    def find_engine_key(self) -> str | None:
+        """The bearer token for the engines. Raises ValueError for a file that cannot be read any more."""
+        if self.engine_api_key_file is not None:
+            return tokens_in(self.engine_api_key_file)[0]
+        return (self.engine_api_key.get_secret_value() if self.engine_api_key else "") or None
 
     @field_validator("engine_client_key")
     @classmethod

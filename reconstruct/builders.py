@@ -54,6 +54,8 @@ class RowContext:
     """The session that this one replays."""
 
 
+CUT = ("length", "abort")
+"""The finish reasons of a reply that the model did not end."""
 BUDGET = "budget"
 """The finish reason of a row that ends with that call."""
 
@@ -141,7 +143,7 @@ def _row(builder: str, forest: Forest, path: Sequence[str], own: set[str], conte
         reward=_reward(builder, context, trajectory_id, last.call_id),
         call_ids=tuple(path),
         finish_reason=BUDGET if cut else last.finish_reason,
-        truncated=cut or last.finish_reason in ("length", "abort"),
+        truncated=cut or last.finish_reason in CUT,
         metadata=_metadata(forest, context, places, path),
         details=row_details(forest, last.call_id, list(places)),
         policy=last.policy,

@@ -3,7 +3,7 @@
     generation.json        its id and settings
     rollouts.jsonl         every attempt that has ended, with its verdict
     accepted/              the kept sessions, an archive: Parquet, one row per trajectory (docs/store.md)
-    chat.jsonl             the same rows as chat messages
+    chat.jsonl             the same rows as chat messages, and what an engine without token ids replied
     conversations.parquet  chat.jsonl as a table
     README.md              the data card, from which datasets.load_dataset knows the two tables
     logs/                  logs of the service and the node that --engine starts
@@ -31,9 +31,11 @@ from cli.generation.attempts import Progress, input_id_of
 from cli.refusal import Refusal
 from proxy.archive.folder import ArchiveError, ArchiveReader, ArchiveWriter, read_table, write_whole
 from proxy.archive.tables import ArchivedSession
+from reconstruct.accounting import settle
+from reconstruct.builders import CUT
 from reconstruct.codec import decode
 from reconstruct.messages import rename_calls
-from reconstruct.records import MODEL, Call, find_engine_id
+from reconstruct.records import MODEL, NO_TOKEN_IDS, Call, find_engine_id
 
 Spell = Callable[[str, Sequence[int]], str | None]
 ROW_COLUMNS = ["session_id", "trajectory_id", "call_ids", "reward", "role", "agent", "finish_reason", "truncated"]
@@ -112,7 +114,8 @@ class GenerationFolder:
         write_conversations(self.path / "chat.jsonl", self.path / "conversations.parquet")
         tasks = {line["input"] for line in self._attempts.values()}
         counts = (len(tasks), len(self._attempts), sum(bool(line["kept"]) for line in self._attempts.values()))
-        card = render_card(self._settings, *counts, conversations, truncated.total())
+        trajectories = sum(1 for _ in self._read_rows("trajectories", ["trajectory_id"]))
+        card = render_card(self._settings, *counts, conversations, truncated.total(), trajectories)
         write_whole(self.path / "README.md", lambda temporary: _write_text(temporary, card))
         return conversations, truncated
 
@@ -120,11 +123,11 @@ class GenerationFolder:
         rows: dict[str, list[dict[str, Any]]] = {}
         for row in self._read_rows("trajectories", ROW_COLUMNS):
             rows.setdefault(row["session_id"], []).append(row)
-        for session in ArchiveReader(self.path / "accepted").sessions() if rows else ():
+        for session in ArchiveReader(self.path / "accepted").sessions() if self._writer.manifest["parts"] else ():
             state = session.state
             task = {"input": input_id_of(state["task_id"]), "task_id": state["task_id"], "metadata": state["metadata"]}
             calls = {call_id: decode(record) for call_id, record in session.records}
-            for row in rows.get(state["session_id"], ()):
+            for row in (*rows.get(state["session_id"], ()), *find_untold(session, calls)):
                 truncated.update([row["finish_reason"]] if row["truncated"] else [])
                 yield make_conversation(calls, row) | task
 
@@ -200,6 +203,26 @@ def make_conversation(calls: Mapping[str, Call], row: Mapping[str, Any]) -> dict
         "session_id": row["session_id"],
         "trajectory_id": row["trajectory_id"],
     }
+
+
+def find_untold(session: ArchivedSession, calls: Mapping[str, Call]) -> Iterator[dict[str, Any]]:
+    """The ends of conversations of which the engine returned no token ids, so that there is no row of them, with as much of a row as
+    `make_conversation` needs."""
+    state = session.state
+    settled = settle(calls.values(), delivered=session.delivered, session_id=state["session_id"])
+    continued = {call.node.parent_id for call in calls.values() if call.messages_from}
+    for call in settled.forest.in_order():
+        if settled.refused.get(call.call_id) == NO_TOKEN_IDS and call.call_id not in continued:
+            yield {
+                "session_id": state["session_id"],
+                "trajectory_id": None,
+                "call_ids": [call.call_id],
+                "reward": state["per_branch"].get(call.call_id, state["reward"]),
+                "role": call.role,
+                "agent": call.agent,
+                "finish_reason": call.finish_reason,
+                "truncated": call.finish_reason in CUT,
+            }
 
 
 def _find_preamble(calls: Mapping[str, Call], row: Mapping[str, Any]) -> tuple[dict[str, Any], list[Call]]:
@@ -293,11 +316,11 @@ def _parse_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 # The data card, README.md: what `datasets.load_dataset` reads of the folder, and what a person should know of it.
 
 
-CONFIGS = """configs:
-- config_name: conversations
+CONVERSATIONS = """- config_name: conversations
   data_files: conversations.parquet
   default: true
-- config_name: trajectories
+"""
+TRAJECTORIES = """- config_name: trajectories
   data_files: accepted/trajectories-*.parquet
 """
 CARD = """---
@@ -321,7 +344,8 @@ trajectories = load_dataset(FOLDER, "trajectories", split="train")  # tokens exa
 - `conversations`, also as `chat.jsonl`: `messages` up to the last reply, `tools` (null without any), `reward`, `truncated`,
   `finish_reason`, ids. TRL and Axolotl take `messages` and `tools` as they are.
 - `trajectories`: `token_ids`, `loss_mask` (1: sampled), `logprobs` of the engine, `weight_versions`, `text` (null if no engine
-  could tell), `tools` as JSON, `reward`, `truncated`, ids. Rows of the two belong together by `trajectory_id`.
+  could tell), `tools` as JSON, `reward`, `truncated`, ids. Rows of the two belong together by `trajectory_id`. A conversation without
+  one is of an engine that returns no token ids: it has no trajectory.
 - `rollouts.jsonl`: every attempt with its reward, whether it was kept, and why not.
 
 | setting | |
@@ -329,11 +353,14 @@ trajectories = load_dataset(FOLDER, "trajectories", split="train")  # tokens exa
 {settings}"""
 
 
-def render_card(settings: Mapping[str, Any], tasks: int, attempts: int, kept: int, conversations: int, truncated: int) -> str:
+def render_card(
+    settings: Mapping[str, Any], tasks: int, attempts: int, kept: int, conversations: int, truncated: int, trajectories: int
+) -> str:
     rows = "".join(f"| `{name}` | {_cell(value)} |\n" for name, value in settings.items() if value is not None)
     # A configuration without files does not load.
+    configs = (CONVERSATIONS if conversations else "") + (TRAJECTORIES if trajectories else "")
     return CARD.format(
-        configs=CONFIGS if conversations else "",
+        configs=f"configs:\n{configs}" if configs else "",
         count=kept,
         attempts=attempts,
         tasks=tasks,

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from uuid import uuid4
 
 from cli.checks import Check, check_disks, check_readable, check_runtimes
 from cli.control import Control
-from cli.doctor import check_engine
+from cli.engine_access import PROBE_SECONDS, check_engine, open_engine_client
 from cli.generation.attempts import Input
 from cli.generation.folder import GenerationFolder
 from cli.serving.own_service import NODE_NAME
@@ -40,13 +41,16 @@ def _kinds_of(task: Input) -> set[str]:
 
 
 async def check_own_node(
-    inputs: Sequence[Input], engines: Sequence[str], folder: GenerationFolder, say: Callable[[str], object]
+    inputs: Sequence[Input],
+    engines: Sequence[str],
+    key_file: Path | None,
+    folder: GenerationFolder,
+    say: Callable[[str], object],
 ) -> list[Check]:
     """For a service and a node of the generation's own. An engine that does not answer yet is only noted: it is waited for."""
-    answers = [check_engine(url) for url in engines]
-    checks = [
-        each if each.state == "ok" else Check(each.about, "note", "it does not answer yet", each.advice) for each in answers
-    ]
+    wanted = {each.body.get("model") for each in inputs}
+    with open_engine_client(PROBE_SECONDS, key_file) as client:
+        checks = [check_engine(engine, client, wanted) for engine in engines]
     checks += [*check_disks(folder.path), *check_readable(read_environment())]
     runtimes = await check_runtimes(list_kinds(inputs))
     working = [each.about.split()[-1] for each in runtimes if each.state != "fix"]

@@ -92,8 +92,8 @@ class Generation:
         if accepted := sum(len(progress.accepted) for progress in self._progress):
             how = "attempt was" if accepted == 1 else "attempts were"
             return (
-                f"{accepted} {how} accepted, but none has a row that can be trained on, so there is no conversation. Most often the "
-                "engine returns no token ids of its replies (docs/engines.md)"
+                f"{accepted} {how} accepted, but no reply in them reached the harness, or all are of a model that is not trained, so "
+                "there is no conversation"
             )
         return f"no attempt was accepted; {self._folder.path / 'rollouts.jsonl'} says why of each"
 

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
 
-TIMEOUT = httpx.Timeout(60.0, connect=5.0)
+from cli.engine_access import open_engine_client
+
+SECONDS = 60.0
 
 
 class Detokenizer:
     """Use in a `with` block. `replicas` are in the API's shape. An engine that gave no text once is not asked again."""
 
-    def __init__(self, replicas: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(self, replicas: Iterable[Mapping[str, Any]], key_file: Path | None = None) -> None:
         self._replicas: dict[str, list[Mapping[str, Any]]] = {}
         for replica in replicas:
             self._replicas.setdefault(replica["policy"], []).append(replica)
-        key = os.environ.get("VERBATIM_ENGINE_API_KEY")
-        self._http = httpx.Client(timeout=TIMEOUT, headers={"Authorization": f"Bearer {key}"} if key else {})
+        self._http = open_engine_client(SECONDS, key_file)
 
     def __enter__(self) -> Self:
         return self

@@ -16,6 +16,7 @@ from typing import Self
 
 import httpx
 
+from cli.engine_access import KEY_FILE_FLAG, hide_key
 from cli.refusal import Refusal
 from proxy.auth import mint_token
 from proxy.store.embedded import EmbeddedRedis, StoreStartError
@@ -58,7 +59,7 @@ os.execv(sys.executable, [sys.executable, "-m", "cli.main", *sys.argv[2:]])
 
 class OwnService:
     """Runs inside its `with` block, with a node of `run` harnesses at once unless `run` is 0. By `identity` the node finds the runtimes
-    that an earlier one left: the service's URL is another at every start.
+    that an earlier one left: the service's URL is another at every start. `key_file` holds the engines' API key.
 
     While it starts, `wait` is called to sleep; once that returns True the start is abandoned. `say` receives what it waits for.
     Raises `Refusal` if it cannot start."""
@@ -73,6 +74,7 @@ class OwnService:
         run: int = 0,
         runtimes: Sequence[str] = (),
         identity: str = "",
+        key_file: Path | None = None,
     ) -> None:
         self.token = mint_token()
         self.url = ""
@@ -84,6 +86,7 @@ class OwnService:
         self._run = run
         self._runtimes = runtimes
         self._identity = identity
+        self._key_file = key_file
         self._lacks = ""
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._started = ExitStack()
@@ -119,6 +122,8 @@ class OwnService:
         # A file of this start alone: the URL is read from it.
         output = self._folder / "serve.out"
         output.unlink(missing_ok=True)
+        if self._key_file is not None:
+            engines += [KEY_FILE_FLAG, str(self._key_file)]
         self._launch(stack, output, "serve", *engines, "--redis", redis_url, "--host", "127.0.0.1", "--port", "0")
         self._await(lambda: self._read_url(output), "verbatim serve did not start")
         self._await(self._is_ready, f"no engine answers at {', '.join(self._engines)} (start it, or correct --engine)")
@@ -131,6 +136,9 @@ class OwnService:
 
     def _launch(self, stack: ExitStack, output: Path, name: str, *args: str) -> None:
         kept = {variable: value for variable, value in os.environ.items() if INHERITED_VARIABLES.fullmatch(variable)}
+        if name != "serve" or self._key_file is not None:
+            # A node calls no engine, and its agents should find no key.
+            kept = hide_key(kept)
         with (self._logs / f"{name}.log").open("ab") as log, output.open("ab") as stdout:
             child = subprocess.Popen(
                 [sys.executable, "-c", LAUNCH, str(os.getpid()), name, *args],

@@ -67,9 +67,10 @@ async def read_sample(kind: EngineKind, replica: Replica, logprob_mode: str) -> 
             if kind.takes_ids and request.prompt is None:
                 await _check_turn_end(kind, replica, request)
             return
-    if not replica.models and isinstance(failures[0], RequestError):
-        # Calls name a model, and this engine does not say which it has.
-        why = f"it lists no models, and refuses a sample of {_model(replica)!r} ({failures[0].message})"
+    if len(replica.models) != 1 and isinstance(failures[0], RequestError):
+        # Calls name a model; of several the first may take no messages, and this engine may not say which it has.
+        listed = f"lists {len(replica.models)}" if replica.models else "lists no"
+        why = f"it {listed} models, and refuses a sample of {_model(replica)!r} ({failures[0].message})"
         replica.trainable = False
         replica.note(_MODELS, f"was not read before its first call: {why}")
         return

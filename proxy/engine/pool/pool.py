@@ -445,12 +445,12 @@ _PROBES = 3
 
 def open_session(settings: Settings) -> aiohttp.ClientSession:
     """A session for probes or weights, with the engines' API key and no limit on connections."""
-    key = settings.engine_api_key
+    key = settings.find_engine_key()
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(
             limit=0, keepalive_timeout=_IDLE_SECONDS, socket_factory=_make_socket, ssl=_build_tls(settings) or True
         ),
-        headers={"Authorization": f"Bearer {key.get_secret_value()}"} if key else None,
+        headers={"Authorization": f"Bearer {key}"} if key else None,
         timeout=aiohttp.ClientTimeout(
             total=None, sock_connect=settings.engine_connect_seconds, sock_read=settings.engine_timeout_seconds
         ),
@@ -460,9 +460,8 @@ def open_session(settings: Settings) -> aiohttp.ClientSession:
 
 def open_channels(settings: Settings) -> Channels:
     """The connections for calls, with the same key and timeouts."""
-    key = settings.engine_api_key
     return Channels(
-        key.get_secret_value() if key else None,
+        settings.find_engine_key(),
         connect_seconds=settings.engine_connect_seconds,
         read_seconds=settings.engine_timeout_seconds,
         idle_seconds=_IDLE_SECONDS,

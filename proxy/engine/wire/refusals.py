@@ -79,7 +79,7 @@ def paused(replica: Replica) -> EngineBusy:
     return EngineBusy(f"engine {replica.name} is paused while its weights change", 0.0)
 
 
-_NO_ROUTE = ("", "{}", "Not Found")
+_NO_ROUTE = ("", "{}", "Not Found", "File Not Found")
 """What servers say of a path that they do not have."""
 
 _GUARDED = ("logprobs", "top_logprobs")

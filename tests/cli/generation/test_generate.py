@@ -24,7 +24,6 @@ from tests.support.runtimes.runtime_places import no_sandbox
 from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.rollout_service import serving_tasks
 from tests.support.service.running_service import ADMIN, RunningService
-from tests.support.service.scripted_service import ScriptedService, json_answer, serving
 from tests.support.service.verbatim_process import environment, processes_using, verbatim, wait_until
 
 SECONDS = 280.0
@@ -161,24 +160,6 @@ def test_where_nothing_is_accepted_it_says_why_and_its_exit_code_is_not_0(engine
     assert failed.startswith("1 attempt failed as harness_failed: shell ended with exit code 3") and "(see generate:/" in failed
     assert totals.startswith("1 of 1 tasks ended, 0 with") and conversations.startswith("0 conversations in ")
     assert refused == f"verbatim: no attempt was accepted; {tmp_path / 'out' / 'rollouts.jsonl'} says why of each"
-
-
-def test_accepted_attempts_of_an_engine_without_token_ids_are_no_conversations_and_it_says_so(tmp_path: Path) -> None:
-    """It said that no attempt was accepted."""
-    reply = {"index": 0, "message": {"role": "assistant", "content": "hello world"}, "finish_reason": "stop"}
-    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-    completion = {"id": "x", "object": "chat.completion", "created": 1, "model": "policy", "choices": [reply], "usage": usage}
-    tasks = written(tmp_path / "tasks.jsonl", task("a"))
-    with serving(ScriptedService()) as engine:
-        engine.script("GET /v1/models", json_answer({"object": "list", "data": [{"id": "policy", "object": "model"}]}))
-        engine.script("POST /v1/chat/completions", json_answer(completion))
-        given = ("--engine", engine.url, "--harness", "shell", "--out", str(tmp_path / "out"), "--tasks", tasks)
-        done = verbatim("generate", *given, timeout_seconds=SECONDS, **variables(tmp_path) | {"VERBATIM_ENGINE_API": "chat"})
-    *_, conversations, refused = done.stderr.splitlines()
-    assert done.returncode == 1 and conversations.startswith("0 conversations in "), done.stderr
-    assert refused.startswith("verbatim: 1 attempt was accepted, but none has a row") and "token ids" in refused
-    (attempt,) = lines(tmp_path / "out" / "rollouts.jsonl")
-    assert attempt["accepted"] and attempt["tokens"] == 0
 
 
 def test_attempts_that_all_fail_alike_end_it_early_and_it_begins_anew_once_that_is_mended(

@@ -84,7 +84,7 @@ def test_the_table_of_conversations_has_each_rows_own_tools_and_arguments_and_tr
     lines = [{**given, **row, "tools": own} for row, own in zip(rows, tools, strict=True)]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_conversations(tmp_path / "chat.jsonl", tmp_path / "conversations.parquet")
-    (tmp_path / "README.md").write_text(render_card({"--accept": "a | b"}, 3, 3, 3, 3, 3))
+    (tmp_path / "README.md").write_text(render_card({"--accept": "a | b"}, 3, 3, 3, 3, 3, 0))
     loaded = load_dataset(str(tmp_path), "conversations", split="train", cache_dir=str(tmp_path / "cache"))
     assert list(loaded) == [{name: line[name] for name in CONVERSATION} for line in lines]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=FAMILIES["qwen3"].tokenizer, chat_template=TEMPLATE.read_text())
@@ -93,4 +93,4 @@ def test_the_table_of_conversations_has_each_rows_own_tools_and_arguments_and_tr
         text = apply_chat_template({"messages": row["messages"]}, tokenizer, tools=row["tools"])["text"]
         assert json.dumps(row["tools"][0]) in text and f'"name": "{name}"' in text
     write_conversations(Path("/dev/null"), tmp_path / "conversations.parquet")
-    assert not (tmp_path / "conversations.parquet").exists() and "configs" not in render_card({}, 1, 1, 0, 0, 0)
+    assert not (tmp_path / "conversations.parquet").exists() and "configs" not in render_card({}, 1, 1, 0, 0, 0, 0)

@@ -25,6 +25,7 @@ ELSEWHERE = {
 KINDS = {
     "a package index": "an installation, which is tested in deploy/test_release.py",
     "a GPU": "an engine on a GPU",
+    "an API key": "a vendor's server; the command is run against a strict one in cli/generation/test_generate_from_api.py",
     "a model on a GPU": "a trainer and its model; examples and adapters are run in tests/trainer_client/adapters",
     "the project's own environment": "a target of the Makefile, which installs first; that it exists is tested",
     "codex, and a service": "a command-line agent; real ones are run in tests/harnesses",

@@ -22,6 +22,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import parse_qsl
 
@@ -179,6 +180,8 @@ class ScriptedEngine:
         if updatable and not plain:
             self._routes |= self.weights.routes
         self._started_at = 0.0
+        self.tls: tuple[Path, Path] | None = None
+        """Certificate and key to serve with."""
         self._server: PromptServer | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -278,10 +281,19 @@ class ScriptedEngine:
         self._keep(listener.getsockname())
         # From here on clients wait in line instead of being refused while the server comes up.
         listener.listen(128)
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._started_at = time.time()
+        self.url = f"http{'s' if self.tls else ''}://127.0.0.1:{listener.getsockname()[1]}"
+        certificate, key = self.tls or (None, None)
         config = uvicorn.Config(
-            self, http=_Protocol, loop="asyncio", ws="none", lifespan="off", log_level="critical", access_log=False
+            self,
+            http=_Protocol,
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_level="critical",
+            access_log=False,
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
         )
         self._server = PromptServer(config)
         self._thread = threading.Thread(target=self._run, args=(self._server, listener), name="scripted-engine")

@@ -87,7 +87,7 @@ class StrictServer(ScriptedEngine):
         lists_models: bool = True,
         base: str = "/v1",
     ) -> None:
-        super().__init__()
+        super().__init__(max_model_len=131072)
         self.words, self.refuses, self.refuses_streamed = words, frozenset(refuses), frozenset(refuses_streamed)
         self._key, self._models, self._chat = key, models, CompletionCalls(self, ids=ids).chat
         self._known = CHAT_FIELDS | ({"return_token_ids"} if ids else frozenset())

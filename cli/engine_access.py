@@ -1,0 +1,137 @@
+"""An engine asked directly, with the key and the certificates of the service: whether it answers, and which models it lists."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from cli.checks import EXTRAS, Check
+from cli.options import find_missing
+
+if TYPE_CHECKING:
+    from proxy.settings import Settings
+
+PROBE_SECONDS = 10.0
+SHOWN_MODELS = 20
+SHOWN_CHARACTERS = 300
+KEY_FILE_FLAG = "--engine-api-key-file"
+START = "start it, or correct the URL: vllm serve MODEL --enable-scale-out (before vLLM 0.30 without that flag)"
+
+
+def open_engine_client(seconds: float, key_file: Path | None = None) -> httpx.Client:
+    """A client that shows the engines the service's key and trusts whom the service trusts. Raises `Refusal`."""
+    if find_missing(EXTRAS["proxy"]):
+        return httpx.Client(timeout=seconds)
+    from cli.serve import read_settings
+    from proxy.engine.wire.tls import build_client_tls
+
+    # The flag wins over the environment.
+    flags: dict[str, Any] = {"engine": [], "engine_api_key_file": key_file}
+    settings: Settings = read_settings(flags | ({"engine_api_key": ""} if key_file else {}))
+    tls = build_client_tls(settings.engine_ca_file, settings.engine_client_cert, settings.engine_client_key)
+    key = settings.find_engine_key()
+    return httpx.Client(
+        timeout=httpx.Timeout(seconds, connect=5.0),
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        verify=tls or ssl.create_default_context(),
+        # The service uses no proxy of the environment.
+        trust_env=False,
+    )
+
+
+def check_engine(engine: str, client: httpx.Client, wanted: Collection[str | None] = ()) -> Check:
+    """`engine` is what --engine names; `wanted` the models that are to be asked for, None: the first that it lists. `note`: it does not
+    answer yet."""
+    name, separator, rest = engine.partition("=")
+    url = rest if separator and "://" not in name else engine
+    # As the service takes it, but in the base install, too.
+    url = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+    about = f"engine {url.rpartition('@')[2]}"
+    if url.startswith("dns://"):
+        return Check(about, "note", "the addresses of its name are not asked")
+    try:
+        answer = client.get(f"{url}/v1/models")
+        if answer.is_success:
+            models = [str(model["id"]) for model in answer.json()["data"]]
+            return _check_models(about, models, wanted, _find_version(client, url))
+        return _explain_refusal(about, client, url, answer)
+    except httpx.ConnectError as error:
+        if _is_about_trust(error):
+            advice = "name its authority in VERBATIM_ENGINE_CA_FILE"
+            return Check(about, "fix", f"its certificate is not trusted: {error}", advice)
+        return Check(about, "note", f"it does not answer yet: {error}", START)
+    except httpx.HTTPError as error:
+        return Check(about, "note", f"it does not answer yet: {error or type(error).__name__}", START)
+    except (httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+        return Check(about, "fix", f"GET {url}/v1/models does not list models: {error}", START)
+
+
+def _check_models(about: str, models: list[str], wanted: Collection[str | None], version: str) -> Check:
+    listed = ", ".join(models[:SHOWN_MODELS]) + (
+        f" and {len(models) - SHOWN_MODELS} more" if len(models) > SHOWN_MODELS else ""
+    )
+    # An engine of one model is asked for that under any name.
+    for model in wanted if len(models) > 1 else ():
+        if model is None:
+            return Check(about, "fix", f"a task names no model, and it lists {len(models)}", f"pass --model: {listed}")
+        if model not in models:
+            return Check(about, "fix", f"it does not list the model {model!r}", f"it lists {listed}")
+    return Check(about, "ok", f"serves {listed}; {version}" if models else "lists no models")
+
+
+def _find_version(client: httpx.Client, url: str) -> str:
+    answer = client.get(f"{url}/version")
+    try:
+        return f"vLLM {answer.json()['version']}" if answer.is_success else "not vLLM"
+    except (ValueError, KeyError, TypeError):
+        return "not vLLM"
+
+
+def _explain_refusal(about: str, client: httpx.Client, url: str, answer: httpx.Response) -> Check:
+    """Why it lists no models, in its own words."""
+    said = f"HTTP {answer.status_code}: {_words(client, answer)}"
+    if answer.status_code in (401, 403):
+        has_key = "authorization" in client.headers
+        advice = f"correct the key in VERBATIM_ENGINE_API_KEY or {KEY_FILE_FLAG}"
+        return Check(about, "fix", f"it refuses {'the key' if has_key else 'calls without a key'}: {said}", advice)
+    if answer.status_code == httpx.codes.TOO_MANY_REQUESTS:
+        return Check(about, "note", f"it is at its rate limit: {said}", "calls wait for as long as it asks")
+    if answer.is_server_error:
+        return Check(about, "note", f"it does not answer yet: {said}", START)
+    if answer.status_code in (404, 405):
+        # A server may have calls and no list.
+        asked = client.post(f"{url}/v1/chat/completions", json={})
+        if asked.status_code not in (404, 405):
+            return Check(about, "ok", "lists no models")
+        advice = f"correct the URL: calls go to {url}/v1/chat/completions; it may be given with /v1 at its end or without"
+        return Check(about, "fix", f"it has no /v1/models and no /v1/chat/completions: {said}", advice)
+    return Check(about, "fix", f"GET {url}/v1/models was refused: {said}", "correct the URL or the key")
+
+
+def _words(client: httpx.Client, answer: httpx.Response) -> str:
+    """The server's message, without the key, which some repeat."""
+    if find_missing(EXTRAS["proxy"]):
+        message = answer.text
+    else:
+        from proxy.engine.wire.refusals import read_message
+
+        message = read_message(answer.content)[0]
+    key = client.headers.get("authorization", "").removeprefix("Bearer ")
+    return (message.replace(key, "…") if key else message)[:SHOWN_CHARACTERS] or answer.reason_phrase
+
+
+def _is_about_trust(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def hide_key(environment: dict[str, str]) -> dict[str, str]:
+    """The environment without the engines' key: for what calls no engine."""
+    return {name: value for name, value in environment.items() if not name.startswith("VERBATIM_ENGINE_API_KEY")}
