@@ -56,9 +56,10 @@ class Settings(BaseSettings):
     the name resolves to, and follows its changes."""
     policy_models: dict[str, list[str]] = Field(default_factory=dict)
     """Model names that each policy serves: {"judge": ["large"]}. Calls for them are routed to the policy even before one of its engines
-    has been reached. "" is the default policy."""
+    has been reached. "" is the default policy. A LoRA adapter of that name is the policy."""
     strict_models: bool = False
-    """Answer 404 for a model name that no policy or engine serves. Otherwise the default policy answers, under the requested name."""
+    """Answer 404 for a model name that no policy or engine serves. Otherwise the default policy answers, under the requested name, or the
+    only LoRA adapter of its engines."""
     engine_api: str = "auto"
     """The API to use: token (vLLM since 0.24, since 0.30 with --enable-scale-out), completions (vLLM's /v1/completions with token ids),
     sglang (SGLang's /generate), chat (any OpenAI-compatible server), another installed kind of engine, or auto (probe the engine).

@@ -22,6 +22,7 @@ from reconstruct.accounting import Settled
 from reconstruct.details import NO_EXPERT, NO_TOKEN
 from reconstruct.errors import ReconstructError
 from reconstruct.records import (
+    BASE_VERSIONS,
     CONTROL_TOKENS,
     DIFFERS,
     DIVERGED,
@@ -167,7 +168,7 @@ def _metadata(
 ) -> Mapping[str, Any]:
     """The session's metadata, with the control tokens in the texts of the row's history; the per-call rewards of the calls that this row
     trains (of rows that share a call, one has its reward); those of them with an unreadable tool call; with either of the last
-    two, the spans of its trained calls; and what it replays."""
+    two, the spans of its trained calls; of an adapter's tokens, the versions of the base model; and what it replays."""
     facts: dict[str, Any] = {}
     if given := {call_id: context.per_call[call_id] for call_id in places if call_id in context.per_call}:
         facts["per_call_rewards"] = given
@@ -175,6 +176,12 @@ def _metadata(
         facts["invalid_tool_calls"] = unread
     if facts:
         facts["per_call_spans"] = {call_id: list(place) for call_id, place in places.items()}
+    if based := {call_id: start for call_id, (start, _) in places.items() if BASE_VERSIONS in forest.calls[call_id].marks}:
+        facts[BASE_VERSIONS] = [
+            [version, at + start, at + end]
+            for call_id, at in based.items()
+            for version, start, end in forest.calls[call_id].base_versions
+        ]
     if context.origin is not None and (replay := _describe_replay(forest, context, path)):
         facts["replay"] = replay
     if forest.controlled and (found := {token for call in forest.lineage(path[-1]) for token in call.control_tokens}):

@@ -44,6 +44,10 @@ DECLARED, RULE, INFERRED = "declared", "rule", "inferred"
 CONTROL_TOKENS = "control_tokens"
 """The mark of a call whose new messages contain control tokens in their text; also a key of a row's metadata."""
 
+BASE_VERSIONS = "base_versions"
+"""The mark of a call that an adapter sampled: the versions of the base model under it, a JSON list of [version, start, end] over the
+sampled tokens; also a key of a row's metadata, there in the row's positions."""
+
 INVALID_TOOL_CALL = "invalid_tool_call"
 """The mark of a call whose reply has a tool call that is none, or not whole: see proxy/call/record.py."""
 
@@ -211,8 +215,8 @@ class Call:
     continuing call's history (see messages.py). `preamble` (roots only) is the JSON object of model, tools and template kwargs.
     `engine_tool_call_ids` are the ids under which the engine knows the reply's tool calls, in their order: they stand in its prompts for
     the minted ones that the harness sends. `marks`: "retry" (the attempt's number, from the harness's headers); MODEL; the "policy" that
-    sampled it unless it is the default one; INVALID_TOOL_CALL; CONTROL_TOKENS, a JSON list (see proxy/call/record.py); in a fork, REPLAY
-    and DIFFERS; LOOKAHEAD of candidates.
+    sampled it unless it is the default one; INVALID_TOOL_CALL; CONTROL_TOKENS, a JSON list (see proxy/call/record.py); BASE_VERSIONS;
+    in a fork, REPLAY and DIFFERS; LOOKAHEAD of candidates.
     `role_source`: DECLARED, RULE or INFERRED.
     """
 
@@ -262,6 +266,12 @@ class Call:
     def policy(self) -> str:
         """The model that sampled the call, whose weight versions its spans have; "" is the default one."""
         return self.marks.get("policy", "")
+
+    @property
+    def base_versions(self) -> list[list[int]]:
+        """See BASE_VERSIONS; empty if the base model sampled it."""
+        found: list[list[int]] = json.loads(self.marks.get(BASE_VERSIONS, "[]"))
+        return found
 
     @property
     def control_tokens(self) -> list[str]:

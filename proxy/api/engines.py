@@ -125,7 +125,9 @@ async def add_engine(services: Served, body: Annotated[NewEngine, Depends(JsonBo
         raise RequestError(f"{body.url!r} cannot be an engine: {error}", param="url") from error
     if any(spec.name == fixed.name for fixed in services.pool.membership.fixed):
         raise Conflict(f"engine {spec.name} is in the settings", param="url")
-    for name in (spec.policy, *body.models):
+    # Named with all its models, an engine's adapters are still policies of their own.
+    adapters = {replica.adapter for replica in services.pool.replicas if replica.url == spec.url}
+    for name in (spec.policy, *(model for model in body.models if model not in adapters)):
         _check_name_is_free(services, name, spec.policy)
     await services.engines.add(StoredEngine(spec.name, spec.url, spec.policy, time.time(), tuple(body.models)))
     await services.pool.look()

@@ -26,6 +26,7 @@ router = APIRouter(
 
 NDJSON = "application/x-ndjson"
 FAILED: dict[int | str, dict[str, Any]] = {
+    400: {"description": "an adapter's weights for a base model, or the other way round (`bad_request`)"},
     404: {"description": "no engine serves such a model (`not_found`)"},
     502: {"description": "an engine broke off or answered nonsense (`engine_failed`)"},
 }
@@ -48,9 +49,10 @@ class Push(Body, json_schema_extra={"example": {"version": 12, "path": "/shared/
     """A safetensors file or folder, or an adapter's folder, that the engines can read."""
     kind: Literal["full", "lora", "nccl"] = "full"
     mode: Literal["keep", "wait", "abort"] = "keep"
-    """Calls in flight continue under the new weights, finish first, or are cut."""
+    """Calls in flight continue under the new weights, finish first, or are cut. Those of an adapter end under the version they began with,
+    or are cut."""
     model: str = Field("", max_length=200)
-    """The policy; empty: the default one."""
+    """The policy; empty: the default one. Kind lora goes to an adapter, the others to a base model."""
     transfer: SentParameters | None = None
     """For nccl: what the trainer is about to send."""
 
@@ -168,7 +170,8 @@ class JoinedGroup(GroupPlan, json_schema_extra={"example": {"group": "9f", **PLA
     },
 )
 async def push_weights(services: Served, request: Request, body: Annotated[Push, Depends(JsonBody(Push).read)]) -> Response:
-    """Checks the weights, then pauses every replica of the model, loads them, sets the version and resumes. With
+    """Checks the weights, then pauses every replica of the model, loads them, sets the version and resumes; a version of an adapter is
+    loaded without a pause. With
     `Accept: application/x-ndjson`, one line of JSON for each step, then `{result}` or `{error}`."""
     if NDJSON in request.headers.get("accept", ""):
         return StreamingResponse(_stream_push(services, body), media_type=NDJSON)

@@ -350,7 +350,8 @@ class Flow:
         turn.timeline.begin(SAMPLE)
         kind = self._kinds.of(replica)
         planned, wanted = want_details(planned, self._settings)
-        job = Job(turn.call_id, turn.request, planned.sampling, turn.scope, wanted=wanted)
+        served = replica.serve(turn.request.model)
+        job = Job(turn.call_id, turn.request, planned.sampling, turn.scope, wanted=wanted, served=served)
         job.id_text = self._kinds.id_text(turn.session_id)
         if plan is not None:
             job.prompt_ids, job.body, job.media = plan.prompt_ids, plan.body, plan.media
@@ -377,17 +378,24 @@ class Flow:
                 return
             emit(piece)
 
+        abort = partial(kind.abort, replica, job)
+        served.aborts.add(abort)
         try:
-            with turn.scope.sampling(partial(kind.abort, replica, job)):
+            with turn.scope.sampling(abort):
                 outcome = await kind.sample(replica, job, stream=turn.request.stream, emit=mint_and_emit)
         except RequestError as error:
             if job.plan is not None and error.param == BUDGET:
                 raise exhaust_total(turn) from error
             raise
+        finally:
+            served.aborts.discard(abort)
         if planned.plan is None and turn.request.images:
             # Equal ids are equal context only where the same images stand behind them, and a chat endpoint does not say where.
             outcome.prompt_ids = None
         check_sampled(outcome, self._find_engine_mode(replica))
+        for choice in outcome.choices:
+            choice.base_spans = choice.spans if served.adapter else ()
+            choice.spans = served.read_spans(choice.spans)
         return Sampled(planned, outcome)
 
     def _ask_to_plan(self, planned: Planned, wanted: Wanted, take: Callable[[Prompt, dict[str, Any]], None]) -> PlanRequest:
@@ -439,7 +447,8 @@ class Flow:
 
     def _find_engine_mode(self, replica: Replica) -> str:
         """vLLM's `--logprobs-mode`: as the replica says itself, else as its operator says of its policy's engines; "" if neither does."""
-        return replica.logprob_mode or self._settings.engine_logprob_modes.get(replica.policy) or ""
+        modes = self._settings.engine_logprob_modes
+        return replica.logprob_mode or modes.get(replica.policy) or modes.get(replica.host.policy) or ""
 
     async def _check_open(self, turn: Turn) -> None:
         """Raises Conflict when the session was closed, by whichever process, and NotFound when it was deleted."""

@@ -27,6 +27,7 @@ from reconstruct.media import Media, agreed_length, shift
 from reconstruct.messages import chain, digest_message, hash_bytes, split_thought
 from reconstruct.prompt import IDS_UNKNOWN
 from reconstruct.records import (
+    BASE_VERSIONS,
     CHOSEN,
     CONTROL_TOKENS,
     INVALID_TOOL_CALL,
@@ -78,6 +79,11 @@ def call_records(
             if turn.lookahead is None
             else {**all_marks, LOOKAHEAD: CHOSEN if _is_shown(sampled, each) else NOT_CHOSEN}
         )
+        if each.base_spans:
+            marks = {
+                **marks,
+                BASE_VERSIONS: _encode([(span.version, span.start, span.end) for span in each.base_spans]).decode(),
+            }
         aborted = each.finish_reason == "abort"
         invalid = has_invalid_call(turn.request, choice.message, choice.finish_reason, each.text)
         calls.append(

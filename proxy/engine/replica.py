@@ -1,4 +1,4 @@
-"""Replica: one engine as the pool knows it, and its recent health."""
+"""Replica: one policy of one engine as the pool knows it, and the engine's recent health."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+
+from reconstruct.records import Span
 
 log = logging.getLogger(__name__)
 
@@ -91,14 +93,38 @@ class FirstSample:
     again_at: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What one call is sampled from, taken before the engine is asked: a push may end before the call does.
+
+    `name` is the engine's own. Of an adapter that name stands for one version, `version` (None: unknown), for as long as the engine has
+    it; the version of a base model is told by the engine's label. `aborts` end the calls that are sampled from it by this process."""
+
+    name: str = ""
+    adapter: bool = False
+    version: int | None = None
+    root: str | None = None
+    aborts: set[Callable[[], Awaitable[bool]]] = field(default_factory=set, compare=False)
+
+    def read_spans(self, base: Sequence[Span]) -> tuple[Span, ...]:
+        """The versions of a choice's tokens, of which `base` are those of the engine's base model; empty where any is unknown. New weights
+        of the base model change no adapter's version."""
+        if not self.adapter or not base:
+            return tuple(base)
+        return () if self.version is None else (Span(self.version, base[0].start, base[-1].end),)
+
+
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One engine.
+    """One policy of one engine: its base model, or one of its LoRA adapters.
 
-    `api` is the name of its kind (see `EngineKind`), None until it was reached. `models` are the base models it serves, empty if it
-    does not say; `names` all models it answers to, adapters included; `adapter` the LoRA adapter in front of the base model, if it was
-    started with one. `policy` is the model whose pool and version line it belongs to, "" the default one. `source` says where it comes
-    from: settings, api or a watched name.
+    An adapter's replica has a `base`, that of the base model, which the pool visits; what belongs to the engine is the same on both. The
+    base model's has `adapters`, those of the engine, `cards`, the folder of every adapter by the engine's name of it, and `loads_adapters`:
+    it loads others while it runs (None: not asked yet).
+
+    `api` is the name of its kind (see `EngineKind`), None until it was reached. `models` are the models it serves, empty if it does not
+    say; `names` all that it answers to; `adapter` the adapter's name, `served` which of its versions calls get. `policy` is the model
+    whose pool and version line it belongs to, "" the default one. `source` says where it comes from: settings, api or a watched name.
 
     `version` is the engine's own, "" if it does not say. `plugin`: it has this project's endpoint plugin. `updatable`: it has endpoints
     that take new weights. `trainable`: it returns token ids and logprobs. `weight_version` is None while unknown; 0 is whatever the
@@ -115,6 +141,13 @@ class Replica:
     alive: bool = False
     models: tuple[str, ...] = ()
     adapter: str | None = None
+    served: Served = Served()
+    base: Replica | None = None
+    adapters: list[Replica] = field(default_factory=list)
+    cards: dict[str, str] = field(default_factory=dict)
+    loads_adapters: bool | None = None
+    listed: bool = True
+    """Whether the engine still lists the adapter."""
     max_model_len: int | None = None
     version: str = ""
     plugin: bool = False
@@ -197,19 +230,34 @@ class Replica:
         return self.api is not None or bool(self.names)
 
     @property
-    def has_room(self) -> bool:
-        """Whether it can take another call."""
-        return not self.max_calls or self.in_flight < self.max_calls
+    def title(self) -> str:
+        """Its name in the log."""
+        return f"{self.name} (adapter {self.adapter})" if self.adapter else self.name
 
-    def model_for(self, asked: str) -> str:
-        """The "model" to send when the harness asked for `asked`: the adapter in place of its base model, because the replica's weight
-        version is the adapter's."""
-        name = self.served_as(asked)
-        return self.adapter if self.adapter and name in self.models else name
+    @property
+    def host(self) -> Replica:
+        """The replica of its engine's base model."""
+        return self.base or self
+
+    @property
+    def engine(self) -> Sequence[Replica]:
+        """All replicas of its engine, the base model's first."""
+        return (self.host, *self.host.adapters)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the engine can take another call."""
+        return not self.max_calls or sum(replica.in_flight for replica in self.engine) < self.max_calls
+
+    def serve(self, asked: str) -> Served:
+        """What a call for `asked` is sampled from now."""
+        return self.served if self.adapter else Served(self.served_as(asked))
 
     def served_as(self, asked: str) -> str:
-        """The engine's own name for `asked`: an unknown name means its first model. An engine that lists no models gets the name as
-        it is and may refuse it."""
+        """The engine's own name for `asked`: an adapter's is its version's. An unknown name means the first base model. An engine that
+        lists no models gets the name as it is and may refuse it."""
+        if self.adapter:
+            return self.served.name
         if not asked or asked in self.names or not self.models:
             return asked
         return self.models[0]

@@ -115,6 +115,8 @@ class WeightState:
     path: str | None = None
     kind: str = "full"
     updated_at: float = 0.0
+    mode: str = "keep"
+    """Of an adapter: whether every process cuts its calls of earlier versions ("abort")."""
 
 
 class WeightStore:

@@ -36,6 +36,12 @@ FAULTS = (
         _FLOW + "'goes_on_across_a_push'",
     ),
     Fault(
+        "A call of an adapter says the version that was pushed while it was sampled.",
+        "            choice.spans = served.read_spans(choice.spans)\n",
+        "            choice.spans = replica.served.read_spans(choice.spans)\n",
+        "tests/proxy/test_adapters.py -k 'every_token'",
+    ),
+    Fault(
         "A token whose weights are not known is trained as one of the newest.",
         "            self._warn_of(label)\n            return None\n",
         "            return self.weight_version\n",

@@ -22,8 +22,8 @@ from proxy.engine.apis.renderer import LocalRenderer, Rendered, Tokenizer
 from proxy.engine.apis.reply import Outcome, Wanted
 from proxy.engine.apis.routers import LABEL, PLUGIN, START, Source
 from proxy.engine.apis.versions import Versions
-from proxy.engine.replica import Replica
-from proxy.engine.weights.vllm import SETUP, Claim, WeightApi
+from proxy.engine.replica import Replica, Served
+from proxy.engine.weights.vllm import LOAD_ADAPTER, SETUP, Claim, WeightApi
 from proxy.engine.wire.http import EngineHttp
 from proxy.errors import EngineUnavailable, VerbatimError
 from proxy.images import data_url, write_images
@@ -72,6 +72,13 @@ class Job:
     """The ranges of the request's images in `prompt_ids`."""
     abort_sent: bool = False
     """Whether the engine was asked to end it."""
+    served: Served = field(default_factory=Served)
+    """What it is sampled from."""
+
+    @property
+    def model(self) -> str:
+        """The engine's name of it."""
+        return self.served.name or self.request.model
 
     @property
     def prompt_json(self) -> msgspec.Raw:
@@ -170,7 +177,7 @@ class EngineKind(ABC):
         if self._local.is_set:
             return await self._local.spell_groups(groups)
         limit = asyncio.Semaphore(DETOKENIZE_CONCURRENCY)
-        model = {"model": replica.models[0]} if replica.models else {}
+        model = {"model": replica.served_as(replica.models[0])} if replica.models else {}
 
         async def spell_one(group: tuple[int, ...]) -> str:
             async with limit:
@@ -202,6 +209,10 @@ class EngineKind(ABC):
 
     async def takes_weights(self, probe: Probe) -> bool:
         return await probe.status("GET", "/weight_info") == 200
+
+    async def loads_adapters(self, probe: Probe) -> bool:
+        """Whether the engine loads LoRA adapters while it runs."""
+        return not await probe.find_missing(LOAD_ADAPTER)
 
     async def find_logprob_mode(self, probe: Probe) -> str | None:
         """How an engine that takes weights computes logprobs; None if it does not say."""

@@ -77,7 +77,7 @@ class OpenAiChat(EngineKind):
 
     async def sample(self, replica: Replica, job: Job, *, stream: bool, emit: Emit) -> Outcome:
         """Emits the engine's own deltas."""
-        before = replica.weight_version
+        before = replica.host.weight_version
         offers_calls, entries = job.request.offers_calls, _wants_entries(job)
         choices = [_ChoiceSoFar(index, with_entries=entries, with_texts=offers_calls) for index in range(job.request.n)]
         reply = _ReplySoFar(job.id_text)
@@ -144,7 +144,7 @@ class OpenAiChat(EngineKind):
         return await self._abort_request(replica, job, request_id)
 
     async def count(self, replica: Replica, request: Request) -> int:
-        body = {**chat_body(request, {}), "model": replica.model_for(request.model)}
+        body = {**chat_body(request, {}), "model": replica.served_as(request.model)}
         try:
             return (await self._tokenize(replica, body)).count
         except UnknownRoute as error:
@@ -175,7 +175,7 @@ def _may_be_about_limit(error: VerbatimError, body: Mapping[str, Any]) -> bool:
 
 def _make_question(replica: Replica, job: Job, stream: bool) -> Question:
     request = job.request
-    asked = chat_body(request, job.sampling) | {"model": replica.model_for(request.model), "stream": stream}
+    asked = chat_body(request, job.sampling) | {"model": job.model, "stream": stream}
     top = job.wanted.logprobs(None) if _wants_top_ids(job) else request.top_logprobs or 0
     logprobs: dict[str, Any] = {"logprobs": True, "top_logprobs": top} if request.prompt is None else {"logprobs": top}
     added = {"return_token_ids": True, **logprobs}

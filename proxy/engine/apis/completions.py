@@ -76,7 +76,7 @@ class VllmCompletions(EngineKind):
 
     async def sample(self, replica: Replica, job: Job, *, stream: bool, emit: Emit) -> Outcome:
         """Emits no deltas."""
-        before = replica.weight_version
+        before = replica.host.weight_version
         choices = [IdChoice(index) for index in range(job.request.n)]
         proven, usage, begun = False, Usage(), not stream
         question, headers = _make_question(replica, job), {"x-request-id": job.call_id}
@@ -120,7 +120,7 @@ def _make_question(replica: Replica, job: Job) -> Question:
     body["stop_token_ids"] = [*body.get("stop_token_ids", ()), *forward.get("stop_token_ids", ())]
     asked = {
         **body,
-        "model": replica.model_for(job.request.model),
+        "model": job.model,
         "prompt": job.prompt_json,
         "n": job.request.n,
         "skip_special_tokens": False,

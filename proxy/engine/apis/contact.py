@@ -72,6 +72,8 @@ class EngineKinds:
                 if fresh or replica.sample.failed:
                     replica.sample = FirstSample()
                     replica.forget_replies()
+            if replica.cards and replica.loads_adapters is None:
+                replica.loads_adapters = await self.of(replica).loads_adapters(probe)
         await self.look_behind(replica, fresh=fresh, thorough=fresh)
         await self._read_sample(replica, logprob_mode)
 
@@ -105,7 +107,7 @@ class EngineKinds:
             replica.note(_WEIGHTS, f"takes no new weights: {kind.no_weights}")
         replica.logprob_mode = await kind.find_logprob_mode(probe) if replica.updatable else None
         replica.plugin = await kind.find_plugin(probe, replica)
-        replica.api = kind.name
+        replica.api, replica.loads_adapters = kind.name, None
         models = () if kind.names_checkpoint else replica.models
         replica.identity = (kind.name, replica.version, replica.plugin, replica.updatable, models)
 

@@ -156,11 +156,10 @@ UNKNOWN = "unknown"
 def _read_cards(replica: Replica, cards: list[dict[str, Any]]) -> None:
     cards = [card for card in cards if card.get("id") != UNKNOWN]
     base = [card for card in cards if not card.get("parent")]
-    adapters = [str(card["id"]) for card in cards if card.get("parent")]
     lengths = [int(card["max_model_len"]) for card in base if card.get("max_model_len")]
     replica.models = tuple(str(card["id"]) for card in base)
-    replica.names = tuple(str(card["id"]) for card in cards)
-    replica.adapter = adapters[0] if adapters else None
+    replica.names = replica.models
+    replica.cards = {str(card["id"]): str(card.get("root") or "") for card in cards if card.get("parent")}
     replica.max_model_len = min(lengths) if lengths else None
 
 

@@ -41,6 +41,8 @@ class Sampled:
     logprob_content: Sequence[Mapping[str, Any]] | None = None
     details: CallDetails | None = None
     text: str | None = None
+    base_spans: tuple[Span, ...] = ()
+    """Of an adapter's tokens: the versions of the base model under it."""
 
 
 @dataclass(slots=True)
@@ -190,7 +192,7 @@ class GeneratedChoice:
         """Spans with integer versions; none if any version is unknown, since a token without a version is never trained."""
         spans = []
         for item in self.versions:
-            version = replica.version_of(None if item.version is None else str(item.version))
+            version = replica.host.version_of(None if item.version is None else str(item.version))
             if version is None:
                 return ()
             spans.append(Span(version, item.start, item.end))

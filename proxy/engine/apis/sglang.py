@@ -69,6 +69,9 @@ class Sglang(EngineKind):
     async def takes_weights(self, probe: Probe) -> bool:
         return True
 
+    async def loads_adapters(self, probe: Probe) -> bool:
+        return False
+
     async def find_logprob_mode(self, probe: Probe) -> str | None:
         return None
 
@@ -211,7 +214,6 @@ class _SglangChoice(IdChoice):
 
 
 def _body(replica: Replica, job: Job, stream: bool) -> dict[str, Any]:
-    model = replica.model_for(job.request.model)
     return {
         "rid": job.call_id,
         "input_ids": job.prompt_json,
@@ -221,7 +223,7 @@ def _body(replica: Replica, job: Job, stream: bool) -> dict[str, Any]:
         "top_logprobs_num": job.request.top_logprobs or 0,
         "return_prompt_token_ids": True,
         "stream": stream,
-        **({"lora_path": model} if model == replica.adapter else {}),
+        **({"lora_path": job.served.name} if job.served.adapter else {}),
     }
 
 
@@ -274,8 +276,8 @@ class SglangWeights(WeightApi):
 
     SGLang does not say what its workers hold, only which checkpoint it loaded last, and when a load fails halfway each worker rolls back by
     itself, from the path it was just given. Weights after such a failure count as torn, and their label says so for any process that
-    looks next. Where only its cache could not be flushed it holds the new ones: its calls are cut and the cache is flushed. An adapter
-    cannot be replaced in place. `/ready`, which reports a pause, is in 0.5.23 but not in 0.5.5."""
+    looks next. Where only its cache could not be flushed it holds the new ones: its calls are cut and the cache is flushed. `/ready`,
+    which reports a pause, is in 0.5.23 but not in 0.5.5."""
 
     _whole = True
 
@@ -361,8 +363,8 @@ class SglangWeights(WeightApi):
         if (label := await self.read_label()) != str(version):
             raise StepRefused(f"the engine calls its weights {label!r} after loading version {version}")
 
-    async def load_adapter(self, path: str) -> None:
-        raise StepRefused("SGLang cannot exchange an adapter in place; push full weights")
+    async def load_adapter(self, name: str, path: str) -> None:
+        raise StepRefused("versions of adapters are not loaded into SGLang; push full weights")
 
     async def abort_all(self) -> None:
         await self._ask("POST", "/abort_request", {"rid": "", "abort_all": True}, seconds=PROBE_SECONDS)

@@ -113,8 +113,8 @@ async def sample(http: EngineHttp, replica: Replica, job: Job, *, stream: bool, 
                 await answer.follow(reply.add)
     except FramesRefused as error:
         # Of a router, or the engine was started again without the plugin.
-        replica.plugin = False
-        _note_refused(replica, error.message)
+        replica.host.plugin = replica.plugin = False
+        _note_refused(replica.host, error.message)
         raise PlansNoMore(error.message) from error
     except ContextTooLong as error:
         error.param = "messages" if job.request.prompt is None else "prompt"
@@ -128,7 +128,7 @@ def _ask(replica: Replica, job: Job, stream: bool) -> Ask:
     names = {digest: SCHEME + digest for digest in request.images}
     body = chat_body(request, {}, write_images(request.engine_messages, names) if names else None)
     body.pop("n", None)
-    body["model"] = replica.model_for(request.model)
+    body["model"] = job.model
     sampling = {**job.sampling, **wanted.parameters}
     sampling["logprobs"] = (request.top_logprobs or 0) if request.prompt is not None else wanted.logprobs(request.top_logprobs)
     if request.n > 1:

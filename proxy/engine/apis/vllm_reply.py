@@ -157,7 +157,7 @@ def generate_body(replica: Replica, job: Job, stream: bool, *, parsed: bool = Fa
         "token_ids": job.prompt_json,
         "sampling_params": sampling,
         "request_id": job.call_id,
-        "model": replica.model_for(job.request.model),
+        "model": job.model,
         "stream": stream,
         # A stream reports cached tokens in its last event, and only on request.
         "stream_options": {"include_usage": True} if stream else None,

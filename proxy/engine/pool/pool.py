@@ -21,6 +21,7 @@ import aiohttp
 from proxy.engine.apis.contact import EngineKinds
 from proxy.engine.apis.probe import trace_connections
 from proxy.engine.apis.renderer import LocalRenderer
+from proxy.engine.pool.adapters import explain_conflict, follow_adapters
 from proxy.engine.pool.membership import Member, Membership, Resolver, replica_at, resolve_with_system
 from proxy.engine.pool.seats import Caller, Gate, Seats, rank_replicas
 from proxy.engine.pool.standing import Standing, Watches
@@ -128,8 +129,15 @@ class EnginePool:
 
     @property
     def policy_names(self) -> set[str]:
-        """The policies that engines belong to, whether one of their replicas is known or not."""
-        return {spec.policy for spec in self.membership.specs}
+        """The policies that engines belong to, whether one of their replicas is known or not, and those of known adapters."""
+        return {spec.policy for spec in self.membership.specs} | {
+            replica.policy for replica in self.replicas if replica.adapter
+        }
+
+    @property
+    def _hosts(self) -> list[Replica]:
+        """The replicas of the engines' base models."""
+        return [replica for replica in self.replicas if replica.base is None]
 
     @property
     def draining(self) -> list[Replica]:
@@ -156,7 +164,7 @@ class EnginePool:
         """Tell routers in front of engines that the session is over, if `engine_release_path` says how. Nobody waits for it."""
         if not self._settings.engine_release_path or self._stopping:
             return
-        for replica in self.replicas:
+        for replica in self._hosts:
             if replica.healthy:
                 task = asyncio.create_task(self._release(replica, session_id))
                 self._releasing.add(task)
@@ -191,7 +199,7 @@ class EnginePool:
     def mark_failed(self, replica: Replica, reason: str, store_problem: str = "") -> None:
         """Send no more calls there, and visit it at once. `store_problem`: see `Standing.set_down`."""
         self._standing.set_down(replica, reason, store_problem)
-        self._watches.wake(replica)
+        self._watches.wake(replica.host)
 
     def mark_serving(self, replica: Replica) -> None:
         """Its weights were just made current: send calls there again if it is alive."""
@@ -200,7 +208,7 @@ class EnginePool:
     def fail_call(self, replica: Replica, reason: str, refused: bool) -> None:
         """A call there broke (see `Standing.fail_call`): visit it at once."""
         self._standing.fail_call(replica, reason, refused=refused)
-        self._watches.wake(replica)
+        self._watches.wake(replica.host)
 
     async def wait_for_gate(self, policy: str = DEFAULT) -> None:
         """Returns when no weight update holds the policy's calls back."""
@@ -230,11 +238,11 @@ class EnginePool:
             member = wanted.get(replica.name)
             return member is not None and (member.url, member.policy) == (replica.url, replica.policy)
 
-        gone = [replica for replica in self.replicas if not stays(replica)]
-        kept = [replica for replica in self.replicas if stays(replica)]
+        gone = [replica for replica in self._hosts if not stays(replica)]
+        kept = [replica for replica in self._hosts if stays(replica)]
         names = {replica.name for replica in kept}
         new = [self._make(member) for name, member in wanted.items() if name not in names]
-        self.replicas = [*kept, *new]
+        self.replicas = [each for replica in kept for each in replica.engine] + new
         for replica in gone:
             self._retire(replica)
         for replica in new:
@@ -242,10 +250,12 @@ class EnginePool:
             self._watches.begin(replica)
 
     def _retire(self, replica: Replica) -> None:
-        log.info("engine %s leaves; %d calls in flight end there", replica.name, replica.in_flight)
-        replica.draining = True
+        in_flight = sum(each.in_flight for each in replica.engine)
+        log.info("engine %s leaves; %d calls in flight end there", replica.name, in_flight)
+        for each in replica.engine:
+            each.draining = True
         self._standing.set_down(replica, "it left the pool")
-        self._leaving.append(replica)
+        self._leaving += replica.engine
         self._watches.end(replica)
 
     def _make(self, member: Member) -> Replica:
@@ -267,6 +277,24 @@ class EnginePool:
             self._standing.fail_probe(replica, EngineUnavailable("the probe failed; the log says why"))
             return
         self._standing.pass_probe(replica)
+        if conflict := explain_conflict(replica):
+            self._standing.set_down(replica, conflict)
+        else:
+            await self._admit(replica)
+        if replica.draining:
+            return
+        for adapter in follow_adapters(replica, self.replicas, self.membership):
+            log.info("engine %s has the adapter %s, policy %s", replica.name, adapter.adapter, adapter.policy)
+            self.replicas.append(adapter)
+        for adapter in replica.adapters:
+            if replica.healthy and adapter.listed:
+                await self._admit(adapter)
+            else:
+                gone = f"the engine no longer has the adapter {adapter.adapter!r}"
+                self._standing.set_down(adapter, replica.reason if adapter.listed else gone, replica.store_problem)
+
+    async def _admit(self, replica: Replica) -> None:
+        """It serves if its weights are known and current."""
         try:
             if self.admit_weights is not None:
                 await self.admit_weights(replica)
@@ -374,21 +402,30 @@ def find_policy(
     strict: bool = False,
 ) -> str:
     """The policy of calls for `model`: the policy of that name, the one it was declared for, the one whose engines serve it, or, unless
-    names are `strict`, the default one. `declared` has the policy of each declared model.
+    names are `strict`, the default one, and in its place the only adapter of its engines. `declared` has the policy of each declared
+    model.
 
     Replicas count whether they serve or not, so that no other policy answers for one whose engines are down. Raises EngineUnavailable
     while the model may belong to a policy whose engines were never reached, NotFound if it is unknown and there is no default policy,
     or names are strict and the engines list theirs."""
     declared = declared or {}
-    if not model or model in policies:
-        known = model
-    elif model in declared:
+    if model and model in policies:
+        return model
+    if model in declared:
         known = declared[model]
-    else:
+        if known or DEFAULT in policies or not policies:
+            return known
+    elif model:
         return _find_serving(model, replicas, policies, declared, strict)
-    if known or DEFAULT in policies or not policies:
-        return known
+    elif DEFAULT in policies or not policies:
+        return _find_default(replicas)
     raise _unknown(model, replicas, policies)
+
+
+def _find_default(replicas: Sequence[Replica]) -> str:
+    """The policy of calls that name no model there is: a harness often cannot be told to name the adapter that is trained."""
+    adapters = {replica.policy for replica in replicas if replica.adapter and replica.host.policy == DEFAULT}
+    return adapters.pop() if len(adapters) == 1 else DEFAULT
 
 
 def _find_serving(
@@ -403,7 +440,7 @@ def _find_serving(
         )
     named = any(replica.names for replica in replicas if replica.policy == DEFAULT)
     if (DEFAULT in policies or not policies) and not (strict and named):
-        return DEFAULT
+        return _find_default(replicas)
     raise _unknown(model, replicas, policies)
 
 
@@ -429,7 +466,7 @@ def _find_smallest(replicas: Iterable[Replica]) -> int | None:
 def is_frozen(replica: Replica, model: str, frozen: Collection[str]) -> bool:
     """Whether what the replica samples for `model` is never trained: a frozen model, by the requested name, the policy's or the
     engine's own."""
-    return not {model, replica.policy, replica.model_for(model)}.isdisjoint(frozen)
+    return not {model, replica.policy, replica.adapter or replica.served_as(model)}.isdisjoint(frozen)
 
 
 # The connections to engines.

@@ -85,7 +85,12 @@ class Seats:
 
     def release(self, replica: Replica) -> None:
         replica.in_flight -= 1
-        self.dispatch(replica.policy)
+        # A seat of an engine is one for any of its policies: the one whose calls had none for longest is first.
+        for policy in sorted({each.policy for each in replica.engine}, key=self._find_last_turn):
+            self.dispatch(policy)
+
+    def _find_last_turn(self, policy: str) -> float:
+        return self._queues[policy].last_turn if policy in self._queues else 0.0
 
     async def sleep(self, seconds: float, caller: Caller) -> None:
         """Returns after so many seconds. Raises what `caller.look` raises."""
@@ -156,6 +161,8 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._sessions: OrderedDict[str, deque[WaitingCall]] = OrderedDict()
+        self.last_turn = 0.0
+        """When a call got a replica; monotonic seconds."""
 
     def __len__(self) -> int:
         return sum(len(calls) for calls in self._sessions.values())
@@ -184,6 +191,7 @@ class FairQueue:
     def _assign(self, session_id: str, replica: Replica) -> None:
         calls = self._sessions[session_id]
         replica.in_flight += 1
+        self.last_turn = time.monotonic()
         calls.popleft().assigned.set_result(replica)
         self._sessions.move_to_end(session_id)
         if not calls:

@@ -20,7 +20,9 @@ log = logging.getLogger(__name__)
 
 
 class Standing:
-    """The only writer of `Replica.healthy` and `Replica.reason`. `replicas_of` gives the replicas of a policy."""
+    """The only writer of `Replica.healthy` and `Replica.reason`. `replicas_of` gives the replicas of a policy.
+
+    What befalls an engine befalls all its replicas; an adapter serves only while the base model does."""
 
     def __init__(self, replicas_of: Callable[[str], Sequence[Replica]], seats: Seats, metrics: Metrics) -> None:
         self._replicas_of = replicas_of
@@ -28,11 +30,9 @@ class Standing:
         self._metrics = metrics
 
     def fail_call(self, replica: Replica, reason: str, *, refused: bool) -> None:
-        """Eject the replica after a refused connection, or after too many broken calls in a row if another replica of its policy
-        serves."""
+        """Eject the engine after a refused connection, or after too many broken calls in a row if other engines serve its policies."""
         many = replica.health.fail_call()
-        others = any(other.healthy for other in self._replicas_of(replica.policy) if other is not replica)
-        if refused or (many and others):
+        if refused or (many and all(self._is_served_elsewhere(each) for each in replica.engine if each.healthy)):
             self._eject(replica, reason)
 
     def fail_probe(self, replica: Replica, error: EngineUnavailable) -> None:
@@ -41,7 +41,8 @@ class Standing:
         if replica.healthy and not many and not isinstance(error, (NotListening, Unreadable)):
             log.info("engine %s: a probe failed: %s", replica.name, error.message)
             return
-        replica.alive = isinstance(error, Unreadable)
+        for each in replica.engine:
+            each.alive = isinstance(error, Unreadable)
         self._eject(replica, error.message)
 
     def pass_probe(self, replica: Replica) -> None:
@@ -72,10 +73,16 @@ class Standing:
     def set_down(self, replica: Replica, reason: str, store_problem: str = "") -> None:
         """Stop serving, for a reason that does not count as a failure. `store_problem`: it is the store's."""
         if replica.healthy or replica.reason != reason:
-            log.warning("engine %s does not serve: %s", replica.name, reason)
+            log.warning("engine %s does not serve: %s", replica.title, reason)
         replica.healthy, replica.reason, replica.store_problem = False, reason, store_problem
+        for adapter in replica.adapters:
+            self.set_down(adapter, reason, store_problem)
+
+    def _is_served_elsewhere(self, replica: Replica) -> bool:
+        return any(other.healthy for other in self._replicas_of(replica.policy) if other.host is not replica.host)
 
     def _eject(self, replica: Replica, reason: str) -> None:
+        replica = replica.host
         if replica.healthy:
             replica.health.eject()
             self._metrics.ejected(replica.policy)
@@ -85,7 +92,7 @@ class Standing:
         if replica.draining:
             return
         if not replica.healthy:
-            log.info("engine %s serves: %s, weights %s", replica.name, replica.description, replica.weight_version)
+            log.info("engine %s serves: %s, weights %s", replica.title, replica.description, replica.weight_version)
         replica.healthy, replica.reason, replica.store_problem = True, "", ""
         self._seats.dispatch(replica.policy)
 

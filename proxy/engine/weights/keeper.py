@@ -15,7 +15,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from types import TracebackType
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -24,12 +24,13 @@ from prometheus_client.registry import Collector
 
 from proxy.engine.apis.contact import EngineKinds
 from proxy.engine.apis.routers import TOPIC as ROUTER
-from proxy.engine.replica import Replica
+from proxy.engine.replica import Replica, Served
+from proxy.engine.weights.adapters import SETUP_ADAPTERS, find_foreign, find_served, load_version, switch
 from proxy.engine.weights.replica import Guard, Push, hold_claim, update_replica
 from proxy.engine.weights.vllm import SETUP, TORN, Claim, Loaded, StepRefused, WeightApi
 from proxy.errors import Conflict, EngineFailed, StoreUnavailable
 from proxy.settings import Settings
-from proxy.store.service import KEPT_WEIGHTS, WeightState, WeightStore
+from proxy.store.service import WeightState, WeightStore
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +44,13 @@ class WeightKeeper:
     """`updating` are the replicas this process is pushing into."""
 
     def __init__(self, kinds: EngineKinds, weights: WeightStore, settings: Settings, metrics: WeightMetrics) -> None:
-        self.updating: set[str] = set()
+        self.updating: set[Replica] = set()
         self._kinds = kinds
         self._weights = weights
         self._settings = settings
         self._metrics = metrics
-        self._repair_after: dict[str, tuple[float, str]] = {}
+        self._repair_after: dict[Replica, tuple[float, str]] = {}
+        self._identity = ""
 
     def api(self, replica: Replica, identity: str = "", fence: int = 0) -> WeightApi:
         """The replica's weight endpoints; with an identity, for changing what it holds."""
@@ -62,13 +64,15 @@ class WeightKeeper:
 
     def forget_failure(self, replica: Replica) -> None:
         """The replica has whole, current weights, whatever failed before."""
-        self._repair_after.pop(replica.name, None)
+        self._repair_after.pop(replica, None)
 
     async def admit(self, replica: Replica) -> None:
         """See `EnginePool.admit_weights`."""
-        if replica.name in self.updating:
+        if replica in self.updating:
             return _check_serving(replica)
         current = await self._weights.current(replica.policy)
+        if replica.adapter is not None:
+            return await self._admit_adapter(replica, current)
         if not replica.updatable:
             if current.version > 0:
                 way_out = f"it {replica.notes[ROUTER]}" if replica.router else SETUP
@@ -86,9 +90,10 @@ class WeightKeeper:
 
     async def refuse_router(self, replica: Replica) -> None:
         """Raises EngineFailed if several engines answer at the replica's URL: the steps of an update would go to different ones."""
-        await self._kinds.look_behind(replica)
-        if replica.router:
-            raise EngineFailed(f"it {replica.notes[ROUTER]}")
+        host = replica.host
+        await self._kinds.look_behind(host)
+        if host.router:
+            raise EngineFailed(f"it {host.notes[ROUTER]}")
 
     async def _settle(self, replica: Replica, lock: PushLock) -> None:
         """Bring the replica to the policy's current weights. With the lock held, no process on this store is pushing."""
@@ -106,81 +111,82 @@ class WeightKeeper:
         if version is None and current.version == 0 and not torn and (loaded is None or loaded.updates == 0):
             await api.set_label(0)
             version = 0
-        whole = not torn and (loaded is None or (loaded.whole and _is_label_of(label, loaded, replica)))
+        whole = not torn and (loaded is None or (loaded.whole and loaded.version in (None, version)))
         if whole and version is not None and version > current.version:
             # The engine outlived the store, or someone updated it directly: its weights are newer, and versions only grow.
-            for state in _newer_states(version, current.version, loaded, replica):
-                await self._weights.advance(state, policy, lock.fence)
-                current = state
-        if whole and version == current.version and (loaded is None or (loaded.version or 0) <= version):
+            path = None if loaded is None or loaded.version is None else loaded.path
+            current = WeightState(version, path, "full", time.time())
+            await self._weights.advance(current, policy, lock.fence)
+        if whole and version == current.version:
             if paused:
-                if replica.adapter is not None:
-                    # As in a push: queued calls may name the folder of an older adapter.
-                    await api.abort_all()
                 lock.check()
                 await api.resume()
                 self._metrics.count_takeover(policy)
             replica.weight_version = version
             return
-        await self._repair(replica, api, lock, current, label)
+        await self._repair(replica, current, label, lambda: self._load_full(api, replica, current, lock))
 
-    async def _repair(self, replica: Replica, api: WeightApi, lock: PushLock, current: WeightState, label: str) -> None:
+    async def _load_full(self, api: WeightApi, replica: Replica, current: WeightState, lock: PushLock) -> None:
+        push = Push(current.version, current.path, policy=replica.policy)
+        await update_replica(api, replica, push, Guard(lock.check))
+        replica.weight_version = current.version
+
+    async def _repair(self, replica: Replica, current: WeightState, held: str, load: Callable[[], Awaitable[None]]) -> None:
         """Load the current weights into a replica that holds others."""
-        after, reason = self._repair_after.get(replica.name, (0.0, ""))
+        after, reason = self._repair_after.get(replica, (0.0, ""))
         if time.monotonic() < after:
             raise EngineFailed(reason)
         try:
-            pushes = await self._plan_loads(current, replica)
-            if any(push.path is None for push in pushes):
+            if current.path is None:
                 raise EngineFailed(
-                    f"it holds weights {label!r}, not {current.version}, and the current ones have no path to load from"
+                    f"it holds weights {held!r}, not {current.version}, and the current ones have no path to load from"
                 )
-            if label.startswith(TORN) and replica.adapter is not None and all(push.kind != "lora" for push in pushes):
-                raise EngineFailed("its adapter is torn and no other was pushed; push one or restart the engine")
-            for push in pushes:
-                # Between base weights and adapter it holds a mixture that was never a version.
-                await update_replica(api, replica, push, Guard(lock.check, resumes=push is pushes[-1]))
+            await load()
         except EngineFailed as error:
             reason = f"it lacks weights {current.version}, and loading them failed: {error.message}"
-            self._repair_after[replica.name] = (time.monotonic() + REPAIR_SECONDS, reason)
+            self._repair_after[replica] = (time.monotonic() + REPAIR_SECONDS, reason)
             self._metrics.count_repair(replica.policy, "failed")
             raise type(error)(reason) from error
-        log.info("engine %s held weights %s and now holds %d", replica.name, label, current.version)
+        log.info("engine %s held weights %s and now holds %d", replica.title, held, current.version)
         self._metrics.count_repair(replica.policy, "done")
-        replica.weight_version = current.version
 
-    async def _plan_loads(self, current: WeightState, replica: Replica) -> list[Push]:
-        """What to load, in order, to arrive at `current`: the last full weights and the last adapter, the older one first.
-        Raises EngineFailed if one of them may be older than the store's history."""
-        latest: dict[bool, WeightState] = {}
-        history = await self._weights.history(replica.policy, KEPT_WEIGHTS)
-        for state in [current, *history]:
-            if 0 < state.version <= current.version:
-                latest.setdefault(state.kind == "lora", state)
-        latest.setdefault(current.kind == "lora", current)
-        if replica.adapter is not None and len(latest) < 2 and len(history) >= KEPT_WEIGHTS:
-            other = "adapter" if True not in latest else "full weights"
-            raise EngineFailed(f"the last {KEPT_WEIGHTS} versions have no {other} for it")
-        states = sorted(latest.values(), key=lambda state: state.version)
-        return [
-            Push(state.version, state.path, "lora" if state.kind == "lora" else "full", policy=replica.policy)
-            for state in states
-        ]
+    async def _admit_adapter(self, replica: Replica, current: WeightState) -> None:
+        """The engine's own list of its adapters tells which versions it holds."""
+        self._identity = self._identity or await self._weights.identity()
+        served = find_served(replica, current)
+        if served is None or find_foreign(replica, current, self._identity):
+            try:
+                async with self.lock(replica.policy, TURN_SECONDS) as lock:
+                    served, current = await self._settle_adapter(replica, lock)
+            except Conflict:
+                return _check_serving(replica)
+        switch(replica, served, cut=current.mode == "abort")
+        return None
 
+    async def _settle_adapter(self, replica: Replica, lock: PushLock) -> tuple[Served, WeightState]:
+        """What the replica serves as the policy's current version, which is loaded if its engine lacks it. As in `_settle`, no process on
+        this store is pushing."""
+        api, policy = self.api(replica), replica.policy
+        current, replica.host.cards = await self._weights.current(policy), await api.list_adapters()
+        if (newer := find_foreign(replica, current, self._identity)) is not None:
+            current = WeightState(newer.version, newer.root, "lora", time.time())
+            await self._weights.advance(current, policy, lock.fence)
+        if (served := find_served(replica, current)) is not None:
+            return served, current
+        if current.version == 0:
+            raise EngineFailed(f"the adapter {replica.adapter!r} that it was started with is not loaded any more")
 
-def _is_label_of(label: str, loaded: Loaded, replica: Replica) -> bool:
-    """Whether the label can belong to the loaded weights. With an adapter it is the adapter's, which no worker reports."""
-    return loaded.version is None or replica.adapter is not None or label == str(loaded.version)
+        async def load() -> None:
+            await self.refuse_router(replica)
+            if not replica.updatable:
+                raise EngineFailed(f"it cannot load versions of its adapters; {SETUP_ADAPTERS}")
+            lock.check()
+            await load_version(api, replica, current, lock.fence, self._identity)
 
-
-def _newer_states(version: int, known: int, loaded: Loaded | None, replica: Replica) -> list[WeightState]:
-    """The states unknown to the store, oldest first: the full weights that the workers report, and the adapter, which none reports."""
-    now, states = time.time(), []
-    if loaded is not None and loaded.version is not None and known < loaded.version <= version:
-        states.append(WeightState(loaded.version, loaded.path, "full", now))
-    if not states or states[0].version < version:
-        states.append(WeightState(version, None, "full" if replica.adapter is None else "lora", now))
-    return states
+        await self._repair(replica, current, ", ".join(replica.host.cards), load)
+        served = find_served(replica, current)
+        assert served is not None, "it was just loaded"
+        return served, current
 
 
 async def _samples_under(api: WeightApi, version: int, replica: Replica) -> bool:

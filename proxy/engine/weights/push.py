@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -15,9 +16,10 @@ from prometheus_client import CollectorRegistry
 
 from proxy.engine.pool.pool import EnginePool
 from proxy.engine.replica import Replica
+from proxy.engine.weights.adapters import SETUP_ADAPTERS, find_served, load_version, switch, unload_old
 from proxy.engine.weights.keeper import PushLock, WeightKeeper, WeightMetrics
 from proxy.engine.weights.replica import Guard, Kind, Mode, Push, ReplicaLeft, Step, update_replica
-from proxy.engine.weights.vllm import TORN, Transfer, WeightApi
+from proxy.engine.weights.vllm import Transfer, WeightApi
 from proxy.errors import Conflict, EngineFailed, EngineUnavailable, NotFound, RequestError, StoreUnavailable, VerbatimError
 from proxy.settings import Settings
 from proxy.store.service import WeightState, WeightStore
@@ -66,6 +68,7 @@ class WeightUpdater:
         """
         push = check_push(self._settings, version, path, kind, mode, policy, transfer)
         self._check_known(policy)
+        self._check_kind(push)
         if frozen := self._find_frozen(policy):
             raise Conflict(f"model {frozen!r} is frozen: its weights never change", param="model")
         task = asyncio.create_task(self._push(push, watch))
@@ -87,13 +90,38 @@ class WeightUpdater:
             return await join_group(self._apis(policy), world_size, nccl)
 
     def _check_known(self, policy: str) -> None:
-        """Raises NotFound for a policy without replicas."""
-        if policy and not self._pool.of(policy):
-            raise NotFound(f"there is no model {policy!r}", param="model")
+        """Raises NotFound for a policy without replicas, EngineUnavailable where it may be an adapter of an engine that was not reached."""
+        if any(replica.listed for replica in self._pool.of(policy)) or not policy:
+            return
+        if unmet := [replica.name for replica in self._pool.replicas if not replica.met]:
+            raise EngineUnavailable(f"there is no model {policy!r} yet; not reached: {', '.join(unmet)}")
+        raise NotFound(f"there is no model {policy!r}; {self._describe_models()}", param="model")
+
+    def _describe_models(self) -> str:
+        listed = [replica for replica in self._pool.replicas if replica.listed]
+        adapters = sorted({replica.policy for replica in listed if replica.adapter})
+        others = sorted({replica.policy for replica in listed if not replica.adapter})
+        named = ", ".join(repr(policy) if policy else "the default one ('')" for policy in others)
+        return f"base models: {named or 'none'}; adapters: {', '.join(map(repr, adapters)) or 'none'}"
+
+    def _check_kind(self, push: Push) -> None:
+        """Raises RequestError for an adapter's weights where there is a base model, and the other way round."""
+        replicas = self._pool.of(push.policy)
+        if push.kind == "lora" and not any(replica.adapter for replica in replicas):
+            found = self._describe_models()
+            hint = "" if any(replica.adapter for replica in self._pool.replicas) else f"; {SETUP_ADAPTERS}"
+            raise RequestError(f"kind lora needs the model of an adapter, not {push.policy!r}; {found}{hint}", param="model")
+        if push.kind != "lora" and any(replica.adapter for replica in replicas):
+            raise RequestError(
+                f"the model {push.policy!r} is a LoRA adapter: it takes kind lora, not {push.kind}", param="kind"
+            )
 
     def _apis(self, policy: str) -> dict[str, WeightApi]:
         self._check_known(policy)
-        return {replica.name: self._keeper.api(replica) for replica in self._pool.of(policy) if replica.alive}
+        replicas = [replica for replica in self._pool.of(policy) if replica.alive]
+        if any(replica.adapter for replica in replicas):
+            raise RequestError(f"the model {policy!r} is a LoRA adapter, which is pushed by path", param="model")
+        return {replica.name: self._keeper.api(replica) for replica in replicas}
 
     async def stop(self) -> None:
         """Wait for running pushes: interrupted, they would leave their replicas paused."""
@@ -110,7 +138,7 @@ class WeightUpdater:
         return {
             "current": _state_as_wire(await self._weights.current(policy)),
             "history": [_state_as_wire(state) for state in await self._weights.history(policy)],
-            "updating": any(replica.name in self._keeper.updating for replica in replicas),
+            "updating": any(replica in self._keeper.updating for replica in replicas),
             "frozen": self._find_frozen(policy) is not None,
             "replicas": {replica.name: _replica_as_wire(replica) for replica in replicas},
         }
@@ -128,19 +156,18 @@ class WeightUpdater:
             except VerbatimError:
                 self._metrics.count_push(push.policy, push.mode, "refused", time.monotonic() - started)
                 raise
-            names = {replica.name for replica in replicas}
-            self._keeper.updating |= names
+            self._keeper.updating |= {*replicas}
             try:
                 return await self._push_to(replicas, push, lock, watch)
             finally:
-                self._keeper.updating -= names
+                self._keeper.updating -= {*replicas}
 
     async def _find_replicas(self, push: Push) -> list[Replica]:
         """The replicas to push into. Raises Conflict for a version that is not new, EngineUnavailable if there are none."""
         current = await self._weights.current(push.policy)
         if push.version <= current.version:
             raise Conflict(f"version {push.version} is not greater than the current {current.version}", param="version")
-        replicas = [replica for replica in self._pool.of(push.policy) if replica.alive]
+        replicas = [replica for replica in self._pool.of(push.policy) if replica.alive and replica.listed]
         if not replicas:
             reasons = "; ".join(f"{replica.name}: {replica.reason}" for replica in self._pool.of(push.policy))
             raise EngineUnavailable(f"no engine can take the weights: {reasons or 'no engine is configured'}")
@@ -153,7 +180,7 @@ class WeightUpdater:
         commit = Commit(self._weights, push, lock.fence)
         identity = await self._weights.identity()
         meeting = Meeting([replica.name for replica in replicas], watch) if push.transfer else None
-        with self._pool.hold(push.policy):
+        with self._hold(replicas):
             outcomes = await asyncio.gather(
                 *(self._push_one(replica, push, lock, commit, identity, meeting, watch) for replica in replicas)
             )
@@ -167,6 +194,15 @@ class WeightUpdater:
         answer = self._answer(push, outcomes, commit.done, time.monotonic() - started)
         self._count(push, outcomes, answer)
         return answer
+
+    @contextmanager
+    def _hold(self, replicas: Sequence[Replica]) -> Iterator[None]:
+        """Inside, new calls wait of every policy whose engines pause: adapters stand on base weights, and are loaded beside calls."""
+        pausing = {each.policy for replica in replicas if not replica.adapter for each in replica.engine}
+        with ExitStack() as held:
+            for policy in pausing:
+                held.enter_context(self._pool.hold(policy))
+            yield
 
     async def _push_one(
         self,
@@ -185,8 +221,10 @@ class WeightUpdater:
         try:
             await self._keeper.refuse_router(replica)
             api = self._keeper.api(replica, identity, lock.fence)
-            await self._check_other_half(api, replica, push)
-            await update_replica(api, replica, push, guard)
+            if replica.adapter is not None:
+                await self._push_adapter(api, replica, push, guard, lock.fence, identity)
+            else:
+                await update_replica(api, replica, push, guard)
         except Exception as error:
             if meeting is not None:
                 meeting.leave(replica.name)
@@ -198,13 +236,23 @@ class WeightUpdater:
         self._pool.mark_serving(replica)
         return outcome
 
-    async def _check_other_half(self, api: WeightApi, replica: Replica, push: Push) -> None:
-        """An adapter and the weights under it are pushed separately: raises EngineFailed if the half that stays is not current."""
-        if replica.adapter is None:
-            return
-        current, label = (await self._weights.current(push.policy)).version, await api.read_label()
-        if label != str(current) and not (push.kind == "lora" and label == f"{TORN}-{current}"):
-            raise EngineFailed(f"it holds weights {label!r}, not {current}; it needs version {current} first")
+    async def _push_adapter(
+        self, api: WeightApi, replica: Replica, push: Push, guard: Guard, fence: int, identity: str
+    ) -> None:
+        """Returns when new calls for the adapter get the new version. Raises VerbatimError; then they get the old one."""
+        if not replica.updatable:
+            raise EngineFailed(f"the engine cannot load versions of its adapters; {SETUP_ADAPTERS}")
+        state, before = WeightState(push.version, push.path, push.kind), replica.served
+        guard.check()
+        guard.tell("loading")
+        await load_version(api, replica, state, fence, identity)
+        guard.tell("loaded")
+        guard.check()
+        await guard.commit()
+        served = find_served(replica, state)
+        assert served is not None, "it was just loaded"
+        switch(replica, served, cut=push.mode == "abort")
+        await unload_old(api, replica, before, identity)
 
     def _settle_pool(self, replicas: Sequence[Replica], outcomes: Sequence[Outcome], applied: bool) -> None:
         for replica, outcome in zip(replicas, outcomes, strict=True):
@@ -326,7 +374,7 @@ class Commit:
     def __init__(self, weights: WeightStore, push: Push, fence: int) -> None:
         self._weights = weights
         self._policy = push.policy
-        self._state = WeightState(push.version, push.path, push.kind, time.time())
+        self._state = WeightState(push.version, push.path, push.kind, time.time(), push.mode)
         self._fence = fence
         self._turn = asyncio.Lock()
         self._asked = False

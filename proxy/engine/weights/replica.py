@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from proxy.engine.replica import Replica
-from proxy.engine.weights.vllm import SETUP, TORN, Claimed, Loaded, StepRefused, Transfer, WeightApi
+from proxy.engine.weights.vllm import SETUP, Claimed, Loaded, StepRefused, Transfer, WeightApi
 from proxy.errors import EngineFailed, StoreUnavailable, VerbatimError
 
 Kind = Literal["full", "lora", "nccl"]
@@ -36,14 +36,12 @@ async def _do_nothing() -> None: ...
 @dataclass(frozen=True, slots=True)
 class Guard:
     """The hooks of an update. `check` raises once the push lock is lost; `together` returns when every replica that must load at the
-    same time is ready to; `commit` makes the version current; `tell` is called with each step. `resumes`: nothing else has to be
-    loaded before the replica may sample."""
+    same time is ready to; `commit` makes the version current; `tell` is called with each step."""
 
     check: Callable[[], None]
     commit: Callable[[], Awaitable[None]] = _do_nothing
     together: Callable[[], Awaitable[None]] = _do_nothing
     tell: Callable[[Step], None] = lambda step: None
-    resumes: bool = True
 
 
 class ReplicaLeft(EngineFailed):
@@ -51,38 +49,31 @@ class ReplicaLeft(EngineFailed):
 
 
 async def update_replica(api: WeightApi, replica: Replica, push: Push, guard: Guard) -> None:
-    """Returns when the replica holds the new weights, labelled, and samples or (unless `guard.resumes`) is paused. They are made
-    current before any token is sampled under them.
+    """Returns when the replica holds the new weights, labelled, and samples. They are made current before any token is sampled under
+    them.
 
     Raises ReplicaLeft, or another VerbatimError with the replica resumed on its old, whole weights.
     """
     if not replica.updatable:
         raise EngineFailed(f"the engine has no routes for weights; {SETUP}")
     guard.tell("checking")
-    # An engine for adapters may lack the backend, which stores the claim.
-    async with hold_claim(api, required=push.kind != "lora"):
-        before = await _prepare(api, replica, push)
+    async with hold_claim(api, required=True):
+        before = await _prepare(api, push)
         guard.check()
         try:
             guard.tell("pausing")
-            await api.pause(_pause_mode(push))
+            await api.pause(push.mode)
             guard.tell("paused")
             await guard.together()
             guard.check()
             guard.tell("loading")
-            await _load(api, push, before)
+            await _load(api, push)
             guard.tell("loaded")
         except VerbatimError as error:
             await _resume_intact(api, before, error, guard)
             guard.tell("resumed")
             raise
         await _finish(api, push, guard)
-
-
-def _pause_mode(push: Push) -> Mode:
-    """No call may survive a change of adapter: it names its adapter's folder, which vLLM reads again at every step, and would bring the
-    old adapter back."""
-    return "abort" if push.kind == "lora" and push.mode == "keep" else push.mode
 
 
 @asynccontextmanager
@@ -104,15 +95,8 @@ async def hold_claim(api: WeightApi, *, required: bool) -> AsyncIterator[None]:
     await api.release()
 
 
-async def _prepare(api: WeightApi, replica: Replica, push: Push) -> Loaded | str:
-    """The loaded weights; for adapters, which no worker reports, the label. On failure the replica is untouched and goes on serving."""
-    if push.kind == "lora":
-        if replica.adapter is None:
-            raise EngineFailed(
-                "the engine has no LoRA adapter; start vLLM with --enable-lora, --lora-modules NAME=PATH and "
-                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-            )
-        return await api.read_label()
+async def _prepare(api: WeightApi, push: Push) -> Loaded:
+    """The loaded weights. On failure the replica is untouched and goes on serving."""
     before = await api.read_loaded()
     if push.transfer is not None:
         await api.check_transfer(push.transfer)
@@ -121,36 +105,17 @@ async def _prepare(api: WeightApi, replica: Replica, push: Push) -> Loaded | str
     return before
 
 
-async def _load(api: WeightApi, push: Push, before: Loaded | str) -> None:
+async def _load(api: WeightApi, push: Push) -> None:
     if push.transfer is not None:
         await api.load_transfer(push.transfer, push.version)
-    elif isinstance(before, str):
-        await _load_adapter(api, str(push.path), before)
     else:
         await api.load_full(str(push.path), push.version)
 
 
-async def _load_adapter(api: WeightApi, path: str, label: str) -> None:
-    # If the outcome is lost, the new adapter must not be taken for the old one.
-    await api.set_label(label if label.startswith(TORN) else f"{TORN}-{label}")
-    try:
-        await api.load_adapter(path)
-    except StepRefused:
-        # vLLM reads an adapter before it replaces the old one, so a refusal leaves that in place.
-        await api.set_label(label)
-        raise
-
-
-async def _resume_intact(api: WeightApi, before: Loaded | str, error: VerbatimError, guard: Guard) -> None:
+async def _resume_intact(api: WeightApi, before: Loaded, error: VerbatimError, guard: Guard) -> None:
     """Resume a replica whose old weights are provably whole. Raises ReplicaLeft if they are not, or must not serve."""
-    if not guard.resumes:
-        raise await _abandon(api, error.message) from error
     try:
-        if isinstance(before, str):
-            intact = await api.read_label() == before and not before.startswith(TORN)
-        else:
-            intact = before.whole and await api.read_loaded() == before
-        if intact:
+        if before.whole and await api.read_loaded() == before:
             await _check_still_ours(api, guard)
             await api.resume()
             return
@@ -173,16 +138,8 @@ async def _check_still_ours(api: WeightApi, guard: Guard) -> None:
 async def _finish(api: WeightApi, push: Push, guard: Guard) -> None:
     try:
         guard.check()
-        if push.kind == "lora":
-            await api.set_label(push.version)
-        else:
-            await api.finish_full(push.version)
+        await api.finish_full(push.version)
         await guard.commit()
-        if not guard.resumes:
-            return
-        if push.kind == "lora":
-            # Calls that arrived meanwhile may be queued in the engine and name the old folder.
-            await api.abort_all()
         guard.check()
         await api.resume()
         guard.tell("resumed")

@@ -1,7 +1,7 @@
 """WeightApi: vLLM's endpoints for new weights (`VLLM_SERVER_DEV_MODE=1`), with its errors as one sentence.
 
 Checkpoints need the backend of `proxy.engine.in_vllm` in the engine; LoRA adapters need `--enable-lora` and
-`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`. Checked against vLLM 0.32.
+`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`, and none of the rest. Checked against vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from proxy.errors import EngineFailed
 
 PROBE_SECONDS = 30.0
 TORN = "torn"
-"""The label's prefix for weights that are not, or may not be, whole. It is not a version, so nothing sampled under it is trained. If
-only the adapter is in doubt, its old label follows: `torn-4`."""
+"""The label of weights that are not, or may not be, whole. It is not a version, so nothing sampled under it is trained."""
 SETUP = (
     "start vLLM with VLLM_SERVER_DEV_MODE=1, --worker-extension-cls proxy.engine.in_vllm.backend.VerbatimWorker and "
     '--weight-transfer-config \'{"backend": "verbatim"}\''
 )
+
+LOAD_ADAPTER = "/v1/load_lora_adapter"
 
 # vLLM's server drops the connection after an internal error; the next step must not be sent over it.
 _CLOSE = {"Connection": "close"}
@@ -179,9 +180,17 @@ class WeightApi:
     async def finish_full(self, version: int) -> None:
         await self._ask("POST", "/finish_weight_update", {"weight_version": str(version)})
 
-    async def load_adapter(self, path: str) -> None:
-        body = {"lora_name": self._replica.adapter, "lora_path": path, "load_inplace": True}
-        await self._ask("POST", "/v1/load_lora_adapter", body)
+    async def list_adapters(self) -> dict[str, str]:
+        """The folder of each adapter by its name in the engine."""
+        cards = (await self._ask("GET", "/v1/models", seconds=PROBE_SECONDS)).get("data") or ()
+        return {str(card["id"]): str(card.get("root") or "") for card in cards if card.get("parent")}
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        await self._ask("POST", LOAD_ADAPTER, {"lora_name": name, "lora_path": path})
+
+    async def unload_adapter(self, name: str) -> None:
+        """Calls that name it end as they began."""
+        await self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
     async def abort_all(self) -> None:
         await self._ask("POST", "/abort_requests", {}, seconds=PROBE_SECONDS)

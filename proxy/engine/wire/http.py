@@ -132,7 +132,7 @@ class EngineHttp:
         """The decoded answer to a sampling request. Raises RequestError for the engine's 4xx, EngineFailed or EngineUnavailable for the
         rest."""
         try:
-            data = await self._exchange(replica, path, _encode_body(replica, body), scope=scope)
+            data = await self._exchange(replica, path, _encode(body), scope=scope)
         except (ChannelError, TimeoutError) as error:
             raise self.translate(replica, error, scope) from error
         return _decode(replica, path, data, answer)
@@ -189,7 +189,7 @@ class EngineHttp:
             self._channels,
             replica,
             path,
-            _encode_body(replica, body),
+            _encode(body),
             answer,
             scope,
             stream,
@@ -215,7 +215,8 @@ class EngineHttp:
         """The weight version that all tokens of the call were sampled under; None if unknown or not reported in time.
 
         `before` is what the replica held before the call began. Versions only grow, so if the replica holds it now it held it
-        throughout; an engine that takes new weights reports them, also behind a router."""
+        throughout; an engine that takes new weights reports them, also behind a router. Of an adapter it is that of the base model."""
+        replica = replica.host
         if not replica.updatable and not replica.router:
             return before
         try:

@@ -29,6 +29,9 @@ class EngineError(EngineFailed):
 def refusal(replica: Replica, path: str, status: int, data: bytes, retry_after: float | None = None) -> VerbatimError:
     """The engine's HTTP error as ours: a 4xx is the caller's fault, the rest the engine's. `retry_after`: seconds that it asks to wait."""
     message, param = read_message(data)
+    if status == 404 and message not in _NO_ROUTE and replica.adapter:
+        # It was restarted, or the adapter taken out, since it was last visited.
+        return EngineUnavailable(f"engine {replica.name} no longer has that version of the adapter {replica.adapter!r}")
     if status == 404 and message not in _NO_ROUTE:
         # A model, mostly: final, for as long as the engine has the models it has.
         return NotFound(f"engine {replica.name}: {message[:300]}", param=param)

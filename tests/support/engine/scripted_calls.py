@@ -87,7 +87,7 @@ class SamplingCalls:
     def _rendered(self, body: Mapping[str, Any]) -> tuple[list[int], Any]:
         """The ids of a chat request, and the features of its images. Raises Refused as vLLM would."""
         need(body, "messages")
-        check_model(body, self._engine.model)
+        check_model(body, self._engine.names)
         self._check_asked(body.get("max_completion_tokens") or body.get("max_tokens") or 0)
         kwargs = {"add_generation_prompt": body.get("add_generation_prompt", True), **(body.get("chat_template_kwargs") or {})}
         if body.get("reasoning_effort") is not None:
@@ -124,7 +124,7 @@ class SamplingCalls:
     async def generate(self, exchange: Exchange, body: Any) -> None:
         try:
             need(body, "token_ids", "sampling_params")
-            check_model(body, self._engine.model)
+            check_model(body, self._engine.names)
             window, count = self._engine.max_model_len, len(body["token_ids"])
             if count > window:
                 raise Refused(bad(f"Input length ({count}) exceeds model's maximum context length ({window}).", None))
@@ -326,9 +326,9 @@ def need(body: Mapping[str, Any], *names: str) -> None:
             raise Refused(_missing(name))
 
 
-def check_model(body: Mapping[str, Any], served: str) -> None:
-    if body.get("model") not in (None, served):
-        message = f"The model `{body['model']}` does not exist. Valid aliases: {served}."
+def check_model(body: Mapping[str, Any], served: Sequence[str]) -> None:
+    if body.get("model") not in (None, *served):
+        message = f"The model `{body['model']}` does not exist. Valid aliases: {served[0]}."
         raise Refused(Fail(404, message, "NotFoundError", "model"))
 
 

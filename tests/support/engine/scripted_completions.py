@@ -81,7 +81,7 @@ class CompletionCalls(SamplingCalls):
 
     def _prompt_ids(self, body: Mapping[str, Any]) -> list[int]:
         """The ids of the one prompt. Raises Refused as vLLM would."""
-        check_model(body, self._engine.model)
+        check_model(body, self._engine.names)
         prompt = body.get("prompt")
         if not prompt:
             message = "Either prompt or prompt_embeds must be provided and non-empty. (parameter=prompt)"

@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -121,8 +121,8 @@ Route = Callable[[Exchange, Any], Awaitable[None]]
 
 class ScriptedEngine:
     """`plain`: knows only /v1/chat/completions and returns neither ids nor logprobs. `ids=False`: vLLM's routes but no
-    ids on the chat route. `updatable=False`: no routes for weights. `model` is the one name it serves under.
-    `adapter`: the name of a LoRA adapter that it was started with."""
+    ids on the chat route. `updatable=False`: no routes for weights. `model` is the one name that its base model is served under.
+    `adapters`: the names of the LoRA adapters that it was started with, each from the folder `/adapters/NAME`."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class ScriptedEngine:
         ids: bool = True,
         updatable: bool = True,
         model: str = MODEL,
-        adapter: str | None = None,
+        adapters: Sequence[str] = (),
         max_model_len: int = 8192,
         names_window: bool = True,
         most_images: int = 0,
@@ -140,7 +140,6 @@ class ScriptedEngine:
     ) -> None:
         self.family = FAMILIES[family] if isinstance(family, str) else family
         self.model = model
-        self.adapter = adapter
         self.url = ""
         self.received: list[Received] = []
         self.generations: list[Generation] = []
@@ -168,6 +167,7 @@ class ScriptedEngine:
         self._faults: dict[str, deque[Fail | Drop | Hang]] = defaultdict(deque)
         self.sampler = Sampler(self.family)
         self.weights = ScriptedWeights(self.sampler)
+        self.weights.adapters |= {name: f"/adapters/{name}" for name in adapters}
         calls = CompletionCalls(self, ids=ids and not plain)
         self._routes: dict[tuple[str, str], Route] = {("POST", "/v1/chat/completions"): calls.chat}
         if not plain:
@@ -210,6 +210,11 @@ class ScriptedEngine:
         if reply is None:
             reply = self._default(generation, index)
         return Say(reply) if isinstance(reply, str) else reply
+
+    @property
+    def names(self) -> list[str]:
+        """What it is asked for."""
+        return [self.model, *self.weights.adapters]
 
     @property
     def last(self) -> Generation:
@@ -257,8 +262,9 @@ class ScriptedEngine:
 
     async def _models(self, exchange: Exchange, body: Any) -> None:
         answer = model_list(self.model, self.max_model_len if self.names_window else None)
-        if self.adapter is not None:
-            answer["data"].append({**answer["data"][0], "id": self.adapter, "parent": self.model})
+        for name, root in self.weights.adapters.items():
+            card = {**answer["data"][0], "id": name, "root": root, "parent": self.model, "max_model_len": None}
+            answer["data"].append(card)
         await exchange.answer(answer)
 
     async def _tell_version(self, exchange: Exchange, body: Any) -> None:

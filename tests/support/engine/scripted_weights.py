@@ -30,7 +30,7 @@ class Hold:
 
 class ScriptedWeights:
     """`loaded` is what the workers report. `refuse_check` and `refuse_update` make the next update fail with that sentence.
-    `adapter`: the path of the LoRA adapter that was loaded last. `extended`: its workers know the methods of `VerbatimWorker`, and
+    `adapters`: the folder of each LoRA adapter. `extended`: its workers know the methods of `VerbatimWorker`, and
     `backend`: they have its backend.
     `hold` makes the next such step wait. As vLLM does, it breaks when weights change while it samples: `broken` says how."""
 
@@ -49,7 +49,7 @@ class ScriptedWeights:
         self.extended = self.backend = True
         self.joined: list[dict[str, Any]] = []
         self.labels: list[str] = []
-        self.adapter: str | None = None
+        self.adapters: dict[str, str] = {}
         self._received = False
         self._claims = ScriptedClaims()
         self._holds: list[Hold] = []
@@ -68,6 +68,7 @@ class ScriptedWeights:
             ("POST", "/finish_weight_update"): self._finish,
             ("POST", "/collective_rpc"): self._rpc,
             ("POST", "/v1/load_lora_adapter"): self._load_adapter,
+            ("POST", "/v1/unload_lora_adapter"): self._unload_adapter,
         }
 
     def hold(self, step: Step, *, done: bool) -> Hold:
@@ -179,15 +180,23 @@ class ScriptedWeights:
         await exchange.answer({"message": "Weight update finished"})
 
     async def _load_adapter(self, exchange: Exchange, body: Any) -> None:
+        name, path = body["lora_name"], body["lora_path"]
         await self._held("adapter", done=False)
-        if error := _missing(body["lora_path"]):
+        if name in self.adapters and not body.get("load_inplace"):
+            await exchange.fail(Fail(400, f"The lora adapter '{name}' has already been loaded."))
+            return
+        if error := _missing(path):
             await exchange.fail(Fail(404, error))
             return
-        if not self.paused:
-            self.broken.append("adapter")
-        self.adapter = body["lora_path"]
+        self.adapters[name] = path
         await self._held("adapter", done=True)
         await exchange.answer("Success: LoRA adapter added successfully.")
+
+    async def _unload_adapter(self, exchange: Exchange, body: Any) -> None:
+        if self.adapters.pop(body["lora_name"], None) is None:
+            await exchange.fail(Fail(404, f"The lora adapter '{body['lora_name']}' cannot be found."))
+            return
+        await exchange.answer("Success: LoRA adapter removed successfully.")
 
     async def _rpc(self, exchange: Exchange, body: Any) -> None:
         holder = self._claims.holder

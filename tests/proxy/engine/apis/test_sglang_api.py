@@ -367,7 +367,7 @@ def test_an_engine_that_rolled_back_is_given_the_current_weights_before_it_serve
 def test_an_adapter_is_not_exchanged(opened: Callable[..., Opened]) -> None:
     _, service = opened(label="default")
     pushed = service.request("POST", "/weights", json={"version": 1, "path": "/models/a", "kind": "lora"})
-    assert not pushed.json()["applied"]
+    assert (pushed.status_code, pushed.json()["error"]["param"]) == (400, "model")
 
 
 def test_an_engine_that_does_not_tell_of_its_pause_is_resumed_when_it_is_first_met(

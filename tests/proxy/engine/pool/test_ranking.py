@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.engine.pool.membership import replica_at
+from proxy.engine.pool.adapters import follow_adapters
+from proxy.engine.pool.membership import Membership, replica_at, resolve_with_system
 from proxy.engine.pool.pool import catalogue, find_policy, is_frozen
 from proxy.engine.pool.seats import rank_replicas
-from proxy.engine.replica import Replica
+from proxy.engine.replica import Replica, Served
 from proxy.errors import EngineUnavailable, NotFound
 
 SESSIONS = [f"session-{number}" for number in range(2000)]
@@ -55,11 +56,19 @@ def test_every_process_prefers_the_same_whatever_order_it_knows_them_in(order: l
     assert all(rank_replicas(session, shuffled) == rank_replicas(session, members) for session in SESSIONS[:50])
 
 
-def serving(policy: str, *models: str, adapter: str | None = None, healthy: bool = True) -> Replica:
+def serving(policy: str, *models: str, healthy: bool = True) -> Replica:
     replica = replica_at(f"http://{policy or 'default'}-{'-'.join(models)}:8000")
-    replica.policy, replica.models, replica.adapter, replica.healthy = policy, models, adapter, healthy
-    replica.names = (*models, adapter) if adapter else models
+    replica.policy, replica.models, replica.names, replica.healthy = policy, models, models, healthy
     return replica
+
+
+def with_adapters(base: Replica, *adapters: str) -> list[Replica]:
+    """The replica of a base model and those of its adapters, each a policy by its own name."""
+    base.cards = {name: f"/adapters/{name}" for name in adapters}
+    follow_adapters(base, [base], Membership([base.url], None, resolve_with_system))
+    for replica in base.adapters:
+        replica.healthy, replica.served = base.healthy, Served(f"{replica.adapter}@v5.1.00000000", True, 5)
+    return [*base.engine]
 
 
 def test_a_call_goes_to_the_policy_it_names_then_to_one_that_serves_the_model_then_to_the_default_one() -> None:
@@ -134,26 +143,48 @@ def test_a_models_window_is_the_smallest_that_a_call_may_land_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "models", "adapter", "asked", "sent"),
+    ("policy", "models", "asked", "sent"),
     [
-        ("judge", ("large",), None, "judge", "large"),
-        ("judge", ("large",), None, "large", "large"),
-        ("judge", ("large", "judge"), None, "judge", "judge"),
-        ("judge", ("large",), "tuned", "judge", "tuned"),
-        ("tuned", ("large",), "tuned", "tuned", "tuned"),
-        ("judge", ("large",), None, "other", "large"),
-        ("", ("base",), None, "gpt-5", "base"),
-        ("", ("base",), "tuned", "gpt-5", "tuned"),
-        ("", (), None, "gpt-5", "gpt-5"),
-        ("judge", (), None, "judge", "judge"),
-        ("", ("base",), None, "", ""),
-        ("", ("base",), "tuned", "base", "tuned"),
+        ("judge", ("large",), "judge", "large"),
+        ("judge", ("large",), "large", "large"),
+        ("judge", ("large", "judge"), "judge", "judge"),
+        ("judge", ("large",), "other", "large"),
+        ("", ("base",), "gpt-5", "base"),
+        ("", (), "gpt-5", "gpt-5"),
+        ("judge", (), "judge", "judge"),
+        ("", ("base",), "", ""),
     ],
 )
-def test_the_engine_is_asked_by_a_name_of_its_own(
-    policy: str, models: tuple[str, ...], adapter: str | None, asked: str, sent: str
-) -> None:
-    assert serving(policy, *models, adapter=adapter).model_for(asked) == sent
+def test_the_engine_is_asked_by_a_name_of_its_own(policy: str, models: tuple[str, ...], asked: str, sent: str) -> None:
+    assert serving(policy, *models).serve(asked).name == sent
+
+
+@pytest.mark.parametrize("asked", ["tuned", "gpt-5", "base", ""])
+def test_an_adapter_is_asked_for_by_the_version_that_serves(asked: str) -> None:
+    _, tuned = with_adapters(serving("", "base"), "tuned")
+    assert tuned.serve(asked) == Served("tuned@v5.1.00000000", True, 5)
+    assert tuned.served_as(asked) == "tuned@v5.1.00000000"
+
+
+def test_each_adapter_is_a_policy_and_so_is_the_base_model() -> None:
+    members = with_adapters(serving("", "base"), "a", "b") + with_adapters(serving("judge", "large"), "tuned")
+    policies = {"", "judge", "a", "b", "tuned"}
+    for model, policy in [("base", ""), ("a", "a"), ("b", "b"), ("judge", "judge"), ("large", "judge"), ("tuned", "tuned")]:
+        assert find_policy(model, members, policies) == policy
+    assert catalogue(members).keys() == {"base", "a", "b", "judge", "large", "tuned"}
+
+
+def test_a_name_that_nobody_goes_by_means_the_only_adapter_of_the_default_engines_else_their_base_model() -> None:
+    one, two = with_adapters(serving("", "base"), "a"), with_adapters(serving("", "base"), "a", "b")
+    of_judge = with_adapters(serving("judge", "large"), "tuned")
+    for model in ("gpt-5", ""):
+        assert find_policy(model, one + of_judge, {"", "a", "judge", "tuned"}) == "a"
+        assert find_policy(model, two, {"", "a", "b"}) == ""
+        assert find_policy(model, [serving("", "base"), *of_judge], {"", "judge", "tuned"}) == ""
+    assert find_policy("gpt-5", one, {"", "a"}, {"gpt-5": ""}) == "", "it was declared"
+    assert find_policy("base", one, {"", "a"}) == ""
+    with pytest.raises(NotFound, match="there are: a, base"):
+        find_policy("gpt-5", one, {"", "a"}, strict=True)
 
 
 def test_a_frozen_model_is_one_by_any_name_of_the_call() -> None:

@@ -1,4 +1,4 @@
-"""Pushes of LoRA adapters, which no worker reports: the label alone says which one is loaded, and that it is loaded at all."""
+"""Pushes of LoRA adapters: each version is loaded beside the others, and the engine's own list says which it holds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from proxy.engine.replica import Replica
+from proxy.engine.weights.adapters import find_loaded, list_adapters, name_version, parse_loaded
+from proxy.errors import NotFound, RequestError
 from proxy.store.service import WeightState, WeightStore
 from tests.support.engine.scripted_engine import Drop, ScriptedEngine
 from tests.support.engine.weight_fixtures import Service, serving, until
@@ -17,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("often_visited")
 
 @pytest.fixture
 def engine() -> Iterator[ScriptedEngine]:
-    with ScriptedEngine(adapter="learner") as engine:
+    with ScriptedEngine(adapters=["a", "b"]) as engine:
         yield engine
 
 
@@ -32,138 +35,215 @@ def folder(tmp_path: Path) -> Callable[[str], str]:
     return made
 
 
-async def push_without_an_answer(service: Service, engine: ScriptedEngine, version: int, path: str) -> None:
-    """The engine takes the adapter, and nobody hears that it did."""
-    hold = engine.weights.hold("adapter", done=True)
-    push = asyncio.create_task(service.updater.push(version, path, kind="lora"))
-    await until(hold.reached.is_set, engine.paths)
-    assert not (await push)["applied"]
-    hold.released.set()
+def replica_of(service: Service, policy: str) -> Replica:
+    (replica,) = service.pool.of(policy)
+    return replica
 
 
-async def test_an_adapter_that_was_loaded_and_not_labelled_is_replaced_before_the_engine_serves(
+def root_of(engine: ScriptedEngine, replica: Replica) -> str:
+    """The folder behind what calls to the replica name."""
+    return engine.weights.adapters[replica.served.name]
+
+
+@pytest.mark.parametrize("adapter", ["a", "qwen@v2.5", "org/a=b,c", "x@v1.2.00000000", " @v"])
+def test_a_version_is_named_so_that_any_adapter_is_told_from_it(adapter: str) -> None:
+    loaded = name_version(adapter, 5, 17, "1f3a9c2e77")
+    assert loaded.name == f"{adapter}@v5.17.1f3a9c2e"
+    assert parse_loaded(loaded.name) == loaded
+    assert list_adapters({adapter: "/0", loaded.name: "/5"})[-1] == adapter
+    assert [each.version for each in find_loaded({adapter: "/0", loaded.name: "/5"}, adapter)] == [5]
+
+
+async def test_the_base_model_and_each_adapter_have_a_version_line_of_their_own(
     engine: ScriptedEngine, weights: WeightStore, folder: Callable[[str], str]
 ) -> None:
-    """Resumed under the old label, it would have sampled the new adapter's tokens as the old one's."""
-    async with serving(weights, engine.url, weights_timeout_seconds=2.0) as service:
-        assert (await service.updater.push(1, folder("one"), kind="lora"))["applied"]
-        await push_without_an_answer(service, engine, 2, folder("two"))
-        (replica,) = service.pool.replicas
-        await until(lambda: replica.healthy, lambda: replica.reason)
-        assert (engine.weights.adapter, engine.weights.label, engine.weights.paused) == (folder("one"), "1", False)
-        assert (await service.updater.push(2, folder("two"), kind="lora"))["applied"]
-        assert (engine.weights.adapter, engine.weights.label) == (folder("two"), "2")
-
-
-async def test_an_adapter_that_nothing_can_replace_keeps_the_engine_out_until_one_is_pushed(
-    engine: ScriptedEngine, weights: WeightStore, folder: Callable[[str], str]
-) -> None:
-    async with serving(weights, engine.url, weights_timeout_seconds=2.0) as service:
+    async with serving(weights, engine.url) as service:
+        assert [(each.policy, each.weight_version, each.healthy) for each in service.pool.replicas] == [
+            ("", 0, True),
+            ("a", 0, True),
+            ("b", 0, True),
+        ]
+        assert (await service.updater.push(3, folder("a3"), kind="lora", policy="a"))["applied"]
+        assert (await service.updater.push(7, folder("b7"), kind="lora", policy="b"))["applied"]
         assert (await service.updater.push(1, folder("full")))["applied"]
-        await push_without_an_answer(service, engine, 2, folder("two"))
-        (replica,) = service.pool.replicas
-        await until(lambda: "its adapter is torn" in replica.reason, lambda: replica.reason)
-        assert engine.weights.paused
-        refused = await service.updater.push(2, folder("full"))
-        assert not refused["applied"]
-        assert "'torn-1'" in refused["error"]
-        assert engine.weights.paused
-        assert (await service.updater.push(2, folder("two"), kind="lora"))["applied"]
-        assert (engine.weights.label, engine.weights.paused) == ("2", False)
-        assert service.pool.ready() == (True, "")
+        assert [each.weight_version for each in service.pool.replicas] == [1, 3, 7]
+        assert [root_of(engine, replica_of(service, policy)) for policy in "ab"] == [folder("a3"), folder("b7")]
+        assert engine.weights.label == "1"
+        status = await service.updater.status()
+        lines = {"": status, **status["models"]}
+        assert {name: line["current"]["version"] for name, line in lines.items()} == {"": 1, "a": 3, "b": 7}
 
 
-@pytest.mark.parametrize(("mode", "pause"), [("keep", "abort"), ("wait", "wait"), ("abort", "abort")])
-async def test_no_call_goes_on_that_names_the_old_adapters_folder(
-    mode: str, pause: str, engine: ScriptedEngine, weights: WeightStore, folder: Callable[[str], str]
-) -> None:
-    """vLLM reads the folder that a call names at every step: one frozen in the push, or queued in it, would bring the old adapter
-    back under the new label."""
-    async with serving(weights, engine.url) as service:
-        engine.received.clear()
-        assert (await service.updater.push(1, folder("one"), kind="lora", mode=mode))["applied"]
-        assert [request.query["mode"] for request in engine.received if request.path == "/pause"] == [pause]
-        steps = [path for path in engine.paths() if path in ("/v1/load_lora_adapter", "/abort_requests", "/resume")]
-        assert steps == ["/v1/load_lora_adapter", "/abort_requests", "/resume"]
-
-
-async def test_an_engine_with_an_adapter_that_was_left_paused_is_resumed_without_its_queue(
+async def test_a_push_of_an_adapter_stops_nothing(
     engine: ScriptedEngine, weights: WeightStore, folder: Callable[[str], str]
 ) -> None:
+    """Neither the base model's calls nor another adapter's: the engine does not pause, and its label stays."""
     async with serving(weights, engine.url) as service:
         engine.received.clear()
-        engine.fault("/resume", Drop())
-        await service.updater.push(1, folder("one"), kind="lora")
-        (replica,) = service.pool.replicas
-        await until(lambda: replica.healthy, lambda: replica.reason)
-        steps = [path for path in engine.paths() if path in ("/abort_requests", "/resume")]
-        pushed, left, taken_over = ["/abort_requests", "/resume"], ["/abort_requests"], ["/abort_requests", "/resume"]
-        assert steps == pushed + left + taken_over
+        assert (await service.updater.push(1, folder("one"), kind="lora", policy="a"))["applied"]
+        assert not {"/pause", "/resume", "/abort_requests", "/update_weight_version"} & {*engine.paths()}
+        assert engine.weights.label == "0"
 
 
 async def test_an_adapter_that_is_refused_leaves_the_old_one_serving(
     engine: ScriptedEngine, weights: WeightStore, folder: Callable[[str], str]
 ) -> None:
     async with serving(weights, engine.url) as service:
-        assert (await service.updater.push(1, folder("one"), kind="lora"))["applied"]
-        refused = await service.updater.push(2, "/nowhere", kind="lora")
+        assert (await service.updater.push(1, folder("one"), kind="lora", policy="a"))["applied"]
+        refused = await service.updater.push(2, "/nowhere", kind="lora", policy="a")
         assert (refused["applied"], "/nowhere does not exist" in refused["error"]) == (False, True)
-        assert (engine.weights.adapter, engine.weights.label, engine.weights.paused) == (folder("one"), "1", False)
-        assert service.pool.ready() == (True, "")
+        replica = replica_of(service, "a")
+        assert (replica.healthy, replica.weight_version, root_of(engine, replica)) == (True, 1, folder("one"))
+        assert (await service.updater.push(2, folder("two"), kind="lora", policy="a"))["applied"]
 
 
-async def test_half_of_a_version_goes_only_where_the_other_half_is_current(
+async def test_an_adapter_that_was_loaded_without_an_answer_serves_nobody(
     engine: ScriptedEngine, weights: WeightStore, folder: Callable[[str], str]
 ) -> None:
-    """An engine that just restarted, not yet put right, would run the new adapter over the weights that it was started with."""
-    await weights.advance(WeightState(1, folder("full")))
-    engine.fault("/update_weights", Drop())
+    """Nobody heard that the engine took it: the push has failed, and so it stays, until it is repeated from another folder."""
+    async with serving(weights, engine.url, weights_timeout_seconds=2.0) as service:
+        hold = engine.weights.hold("adapter", done=True)
+        push = asyncio.create_task(service.updater.push(1, folder("lost"), kind="lora", policy="a"))
+        await until(hold.reached.is_set, engine.paths)
+        assert not (await push)["applied"]
+        hold.released.set()
+        assert folder("lost") in engine.weights.adapters.values()
+        async with serving(weights, engine.url) as other:
+            assert (replica_of(other, "a").weight_version, root_of(engine, replica_of(other, "a"))) == (0, "/adapters/a")
+        assert (await service.updater.push(1, folder("one"), kind="lora", policy="a"))["applied"]
+        assert root_of(engine, replica_of(service, "a")) == folder("one")
+        assert folder("lost") not in engine.weights.adapters.values(), "the next push takes it away"
+
+
+async def test_an_engine_keeps_the_version_that_serves_and_the_one_before(
+    engine: ScriptedEngine, weights: WeightStore, folder: Callable[[str], str]
+) -> None:
+    """A process that has not looked since still names the one before."""
     async with serving(weights, engine.url) as service:
-        (replica,) = service.pool.replicas
+        for version in range(1, 5):
+            assert (await service.updater.push(version, folder(f"v{version}"), kind="lora", policy="a"))["applied"]
+        loaded = find_loaded(engine.weights.adapters, "a")
+        assert [(each.version, each.root) for each in loaded] == [(3, folder("v3")), (4, folder("v4"))]
+
+
+async def test_an_engine_that_restarted_is_given_its_adapters_versions_again(
+    engine: ScriptedEngine, weights: WeightStore, folder: Callable[[str], str]
+) -> None:
+    async with serving(weights, engine.url) as service:
+        await service.updater.push(4, folder("four"), kind="lora", policy="a")
+        before = replica_of(service, "a").served.name
+        engine.weights.adapters = {"a": "/adapters/a", "b": "/adapters/b"}
+        replica = replica_of(service, "a")
+        await until(lambda: replica.healthy and replica.served.name != before, lambda: replica.reason)
+        assert (replica.weight_version, root_of(engine, replica)) == (4, folder("four"))
+        assert replica_of(service, "b").weight_version == 0
+
+
+async def test_an_engine_whose_adapter_cannot_be_brought_up_serves_the_rest(
+    engine: ScriptedEngine, weights: WeightStore
+) -> None:
+    await weights.advance(WeightState(4, "/nowhere", "lora"), "a")
+    async with serving(weights, engine.url) as service:
+        replica = replica_of(service, "a")
         assert not replica.healthy
-        refused = await service.updater.push(2, folder("two"), kind="lora")
-        assert not refused["applied"]
-        assert "not 1" in refused["error"]
-        assert engine.weights.adapter is None
+        assert "it lacks weights 4" in replica.reason and "/nowhere does not exist" in replica.reason
+        assert [each.healthy for each in service.pool.replicas] == [True, False, True]
 
 
-async def test_a_replica_is_not_resumed_between_the_two_halves_of_its_weights(
+async def test_a_version_from_another_store_is_taken_over(
     engine: ScriptedEngine, weights: WeightStore, folder: Callable[[str], str]
 ) -> None:
-    await weights.advance(WeightState(1, folder("one"), "lora"))
-    await weights.advance(WeightState(2, folder("full")))
+    """The engine outlived the store, or a service beside this one pushed: versions only grow."""
+    engine.weights.adapters["a@v5.1.00000000"] = folder("five")
     async with serving(weights, engine.url) as service:
-        (replica,) = service.pool.replicas
-        await until(lambda: replica.healthy, lambda: replica.reason)
-        steps = [path for path in engine.paths() if path in ("/v1/load_lora_adapter", "/update_weights", "/resume")]
-        assert steps == ["/v1/load_lora_adapter", "/update_weights", "/resume"]
-        assert (engine.weights.label, engine.weights.adapter) == ("2", folder("one"))
+        assert (await weights.current("a")).version == 5
+        assert (replica_of(service, "a").weight_version, replica_of(service, "b").weight_version) == (5, 0)
+        assert root_of(engine, replica_of(service, "a")) == folder("five")
 
 
-async def test_a_half_that_fails_after_the_other_leaves_the_replica_paused(
+async def test_adapters_are_found_and_missed_on_the_next_visit(
     engine: ScriptedEngine, weights: WeightStore, folder: Callable[[str], str]
 ) -> None:
-    await weights.advance(WeightState(1, "/nowhere", "lora"))
-    await weights.advance(WeightState(2, folder("full")))
     async with serving(weights, engine.url) as service:
-        (replica,) = service.pool.replicas
-        await until(lambda: "/nowhere does not exist" in replica.reason, lambda: replica.reason)
-        assert engine.weights.paused
+        engine.weights.adapters["c"] = "/adapters/c"
+        await until(lambda: bool(service.pool.of("c")), lambda: service.pool.replicas)
+        added = replica_of(service, "c")
+        await until(lambda: added.healthy, lambda: added.reason)
+        assert (await service.updater.push(2, folder("two"), kind="lora", policy="c"))["applied"]
+        for name in list(engine.weights.adapters):
+            if name.startswith("c"):
+                del engine.weights.adapters[name]
+        await until(lambda: "no longer has the adapter 'c'" in added.reason, lambda: added.reason)
+        assert service.pool.find_policy("c") == "c", "its calls are not answered by another model"
+        with pytest.raises(NotFound, match=r"there is no model 'c'; base models: the default one \(''\); adapters: 'a', 'b'"):
+            await service.updater.push(3, folder("three"), kind="lora", policy="c")
 
 
-@pytest.mark.parametrize("base", [None, 4], ids=["as it was started", "after full weights"])
-async def test_what_an_engine_was_given_before_the_store_forgot_is_taken_over_by_halves(
-    base: int | None, engine: ScriptedEngine, weights: WeightStore, folder: Callable[[str], str]
+async def test_an_adapter_that_somebody_else_replaced_is_not_trained_until_it_is_pushed(
+    engine: ScriptedEngine, weights: WeightStore, folder: Callable[[str], str]
 ) -> None:
-    """Its label is its adapter's: were that taken for full weights, a later adapter could be put on no engine that restarts."""
-    if base is not None:
-        engine.weights.loaded |= {"path": folder("full"), "version": base, "updates": 1}
-    engine.sampler.version = "5"
     async with serving(weights, engine.url) as service:
-        assert service.pool.ready() == (True, "")
-        states = [(state.version, state.kind, state.path) for state in await weights.history()]
-        assert states == [(5, "lora", None)] + ([(4, "full", folder("full"))] if base else [])
-        assert (await service.updater.push(6, folder("six"), kind="lora"))["applied"]
-        engine.sampler.version = "default"
-        await until(lambda: engine.weights.label == "6" and service.pool.replicas[0].healthy, engine.paths)
-        assert engine.weights.loaded["version"] == base
+        replica = replica_of(service, "a")
+        engine.weights.adapters["a"] = folder("other")
+        await until(lambda: replica.weight_version is None, lambda: replica.notes)
+        assert "had its adapter 'a' replaced" in replica.notes["replaced"]
+        assert (await service.updater.push(1, folder("other"), kind="lora", policy="a"))["applied"]
+        await until(lambda: not replica.notes, lambda: replica.notes)
+        assert replica.weight_version == 1
+
+
+async def test_what_is_pushed_where_it_cannot_go_is_refused_with_what_there_is(
+    engine: ScriptedEngine, weights: WeightStore, folder: Callable[[str], str]
+) -> None:
+    async with serving(weights, engine.url) as service:
+        with pytest.raises(NotFound, match=r"there is no model 'd'; base models: .*; adapters: 'a', 'b'"):
+            await service.updater.push(1, folder("one"), kind="lora", policy="d")
+        with pytest.raises(RequestError, match=r"kind lora needs the model of an adapter, not ''; .*; adapters: 'a', 'b'"):
+            await service.updater.push(1, folder("one"), kind="lora")
+        with pytest.raises(RequestError, match="the model 'a' is a LoRA adapter: it takes kind lora, not full"):
+            await service.updater.push(1, folder("one"), policy="a")
+        with pytest.raises(RequestError, match="the model 'a' is a LoRA adapter, which is pushed by path"):
+            await service.updater.plan_group("a")
+    with ScriptedEngine() as plain:
+        async with serving(weights, plain.url) as service:
+            with pytest.raises(RequestError, match="adapters: none; start vLLM with --enable-lora"):
+                await service.updater.push(1, folder("one"), kind="lora")
+
+
+async def test_an_engine_that_loads_no_adapters_says_how_it_would(
+    engine: ScriptedEngine, weights: WeightStore, folder: Callable[[str], str]
+) -> None:
+    del engine.weights.routes["POST", "/v1/load_lora_adapter"], engine._routes["POST", "/v1/load_lora_adapter"]
+    async with serving(weights, engine.url) as service:
+        assert [each.healthy for each in service.pool.replicas] == [True, True, True]
+        answer = await service.updater.push(1, folder("one"), kind="lora", policy="a")
+        assert not answer["applied"]
+        assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, which it refuses with several API servers" in answer["error"]
+
+
+async def test_weights_under_adapters_hold_back_the_calls_of_all(
+    engine: ScriptedEngine, weights: WeightStore, folder: Callable[[str], str]
+) -> None:
+    """The engine pauses as a whole; an adapter's version stays."""
+    async with serving(weights, engine.url) as service:
+        hold = engine.weights.hold("update", done=False)
+        push = asyncio.create_task(service.updater.push(1, folder("full")))
+        await until(hold.reached.is_set, engine.paths)
+        waiting = [asyncio.create_task(service.pool.wait_for_gate(policy)) for policy in ("", "a", "b")]
+        await asyncio.sleep(0)
+        assert not any(each.done() for each in waiting)
+        hold.released.set()
+        assert (await push)["applied"]
+        await asyncio.gather(*waiting)
+        assert [each.weight_version for each in service.pool.replicas] == [1, 0, 0]
+
+
+async def test_an_adapter_serves_only_while_the_base_model_under_it_does(
+    engine: ScriptedEngine, weights: WeightStore, folder: Callable[[str], str]
+) -> None:
+    async with serving(weights, engine.url) as service:
+        assert (await service.updater.push(1, folder("full")))["applied"]
+        engine.fault("/finish_weight_update", Drop())
+        assert not (await service.updater.push(2, folder("next")))["applied"]
+        assert [each.healthy for each in service.pool.replicas] == [False, False, False]
+        await until(lambda: all(each.healthy for each in service.pool.replicas), lambda: service.pool.replicas)

@@ -24,7 +24,6 @@ from proxy.errors import Conflict, StoreUnavailable
 from proxy.store import keys
 from proxy.store.service import WeightStore
 from tests.support.engine.scripted_engine import ScriptedEngine
-from tests.support.engine.scripted_sampling import Fail
 from tests.support.engine.scripted_weights import Hold, Step
 from tests.support.engine.weight_fixtures import Service, serving, until
 from tests.support.service.redis_server import Store
@@ -220,9 +219,8 @@ async def test_a_replica_whose_answers_make_no_sense_does_not_end_the_push_of_th
         assert_consistent([other], 1)
 
 
-@pytest.mark.parametrize("backend", [True, False], ids=["taken over", "nobody can say"])
 async def test_a_process_whose_lock_ran_out_does_not_resume_what_may_be_anothers(
-    backend: bool, weights: WeightStore, checkpoints: Callable[[int], str]
+    weights: WeightStore, checkpoints: Callable[[int], str]
 ) -> None:
     """It stood still after its pause, and finds the old weights still whole: the other has only just paused the engine, too."""
 
@@ -231,18 +229,14 @@ async def test_a_process_whose_lock_ran_out_does_not_resume_what_may_be_anothers
             raise StoreUnavailable("the push lock could not be renewed in the store")
 
     taken = asyncio.Event()
-    with ScriptedEngine(adapter=None if backend else "learner") as engine:
+    with ScriptedEngine() as engine:
         async with serving(weights, engine.url) as service:
             (replica,) = service.pool.replicas
-            if not backend:
-                engine.fault("/collective_rpc", *[Fail(500, "no such method")] * 2)
             stale, fresh = (WeightApi(service.pool.http.session, replica, 60, Claim("store", fence, 60.0)) for fence in (5, 6))
             hold = engine.weights.hold("pause", done=True)
-            push = Push(1, checkpoints(1), "full" if backend else "lora")
-            update = asyncio.create_task(update_replica(stale, replica, push, Guard(lost)))
+            update = asyncio.create_task(update_replica(stale, replica, Push(1, checkpoints(1)), Guard(lost)))
             await until(hold.reached.is_set, engine.paths)
-            if backend:
-                await fresh.claim()
+            await fresh.claim()
             taken.set()
             hold.released.set()
             with pytest.raises(ReplicaLeft, match="could not be renewed"):

@@ -12,12 +12,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from proxy.engine.pool.pool import EnginePool
-from proxy.engine.replica import Replica
 from proxy.engine.weights.keeper import WeightMetrics
 from proxy.engine.weights.push import WeightUpdater
-from proxy.errors import Conflict, EngineFailed, NotFound, RequestError
+from proxy.errors import Conflict, NotFound, RequestError
 from proxy.settings import Settings
-from proxy.store.service import KEPT_WEIGHTS, WeightState, WeightStore
+from proxy.store.service import WeightState, WeightStore
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.engine.scripted_sampling import Fail
 from tests.support.engine.weight_fixtures import Service, until
@@ -103,36 +102,6 @@ async def test_a_restarted_replica_is_given_the_weights_of_its_own_policy(
         assert engines[0].weights.loaded["path"] == str(tmp_path)
         assert engines[0].weights.label == "8"
         assert 'verbatim_weight_repairs_total{outcome="done",policy="critic"} 1.0' in shown(registry)
-
-
-async def test_full_weights_go_under_the_adapter_that_was_pushed_before_them(weights: WeightStore) -> None:
-    """A replica that restarts after both lacks both, whichever came last."""
-    pool = EnginePool(Settings(engine=[]))
-    keeper, replica = WeightUpdater(pool, weights, Settings(engine=[]))._keeper, Replica("r", "", adapter="learner")
-    states = [WeightState(1, "/full/1"), WeightState(2, "/lora/2", "lora"), WeightState(3, "/lora/3", "lora")]
-    states.append(WeightState(4, "/full/4"))
-    for state in states:
-        await weights.advance(state)
-    for current, expected in [
-        (states[3], [("lora", "/lora/3", 3), ("full", "/full/4", 4)]),
-        (states[2], [("full", "/full/1", 1), ("lora", "/lora/3", 3)]),
-        (states[0], [("full", "/full/1", 1)]),
-    ]:
-        assert [(push.kind, push.path, push.version) for push in await keeper._plan_loads(current, replica)] == expected
-
-
-async def test_the_weights_under_an_adapter_are_found_however_many_adapters_came_since(weights: WeightStore) -> None:
-    """Beyond what the store remembers nobody knows whether there were any: then rather no engine than one on what it was started with."""
-    pool = EnginePool(Settings(engine=[]))
-    keeper, replica = WeightUpdater(pool, weights, Settings(engine=[]))._keeper, Replica("r", "", adapter="learner")
-    await weights.advance(WeightState(1, "/full/1"))
-    for version in range(2, KEPT_WEIGHTS + 1):
-        await weights.advance(WeightState(version, f"/lora/{version}", "lora"))
-    last = await weights.current()
-    assert [push.path for push in await keeper._plan_loads(last, replica)] == ["/full/1", f"/lora/{KEPT_WEIGHTS}"]
-    await weights.advance(WeightState(KEPT_WEIGHTS + 1, "/lora/last", "lora"))
-    with pytest.raises(EngineFailed, match=f"the last {KEPT_WEIGHTS} versions have no full weights for it"):
-        await keeper._plan_loads(await weights.current(), replica)
 
 
 async def test_an_update_that_was_begun_before_is_not_begun_again(

@@ -28,12 +28,13 @@ async def test_an_adapter_goes_into_an_engine_whatever_its_workers_know(
     workers: int, extended: bool, backend: bool, weights: WeightStore, tmp_path: Path
 ) -> None:
     """Two workers that are asked for a method they lack would answer later questions with the answers to this one."""
-    with ScriptedEngine(adapter="learner") as engine:
+    with ScriptedEngine(adapters=["learner"]) as engine:
         engine.weights.workers, engine.weights.extended, engine.weights.backend = workers, extended, backend
         async with serving(weights, engine.url) as service:
-            answer = await service.updater.push(1, str(tmp_path), kind="lora")
+            answer = await service.updater.push(1, str(tmp_path), kind="lora", policy="learner")
             assert answer["applied"], answer
-            assert (engine.weights.adapter, engine.weights.label) == (str(tmp_path), "1")
+            (replica,) = service.pool.of("learner")
+            assert (engine.weights.adapters[replica.served.name], replica.weight_version) == (str(tmp_path), 1)
             assert engine.weights.broken == []
             assert service.pool.ready() == (True, "")
 
