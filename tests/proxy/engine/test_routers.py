@@ -169,9 +169,13 @@ class WithPlugin(ScriptedEngine):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] != SAMPLE:
             return await super().__call__(scope, receive, send)
-        self.refused += 1
         exchange = Exchange(scope, receive, send)
         await exchange.read()
+        if "x-verbatim-contact" in exchange.headers:
+            # The sample of first contact: later.
+            await send({"type": "http.response.start", "status": 503, "headers": [(b"retry-after", b"3600")]})
+            return await send({"type": "http.response.body", "body": b""})
+        self.refused += 1
         status, body = self.refusal
         await exchange.answer(body, status)
         return None
