@@ -142,6 +142,7 @@ def test_every_request_that_is_made_for_a_session_carries_it(redis_server: Redis
     assert {path for path, header in told if header == second} & {"/v1/completions", "/v1/completions/render"}
 
 
+@pytest.mark.usefixtures("unsampled")
 @pytest.mark.parametrize("status", [200, 404])
 @pytest.mark.parametrize("path", ["", "/finish_session"])
 def test_a_router_is_told_that_a_session_is_over_where_the_operator_wants_it(
