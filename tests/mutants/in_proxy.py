@@ -328,7 +328,7 @@ FAULTS = (
     ),
     Fault(
         "Calls are sampled on replicas while weights change under them.",
-        "        with self._pool.hold(push.policy):\n",
+        "        with self._hold(replicas):\n",
         "        if True:\n",
         _FLOW + "'held_and_sampled'",
     ),
