@@ -7,7 +7,7 @@ of messages uses `/v1/completions/render` and `/v1/completions/derender`, and ge
 
 Before 0.32 generate tells less. The weight version is then the replica's before the call if it still is after it, otherwise unknown; the
 stop string that ended a reply is found in its text; and the text after a prompt is sampled by `/v1/completions`. Since 0.33 generate parses
-a whole reply itself (`output_mode: derender`). Checked against vLLM 0.24, 0.26, 0.29, 0.31, 0.32 and 0.33.
+a whole reply itself (`output_mode: derender`). Run on vLLM 0.29, 0.31, 0.32 and 0.33; 0.24 and 0.26 by their source.
 """
 
 from __future__ import annotations
@@ -442,7 +442,7 @@ class _Derendered(msgspec.Struct):
 async def _spell(
     http: EngineHttp, replica: Replica, model: str, groups: Sequence[Sequence[int]], before: list[int], *, special: bool = True
 ) -> list[str]:
-    """The text of each group as it follows the ids `before`, with or without `special` tokens. vLLM before 0.27 leaves them out, and one
+    """The text of each group as it follows the ids `before`, with or without `special` tokens. vLLM 0.26 and older leaves them out, and one
     before 0.32 the blank that a first word may begin with."""
     body = {
         "model": model,

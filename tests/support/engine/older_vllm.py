@@ -1,7 +1,7 @@
 """OlderVllm: the scripted engine as a vLLM before 0.32 answers at its token routes.
 
 Generate names tokens as text in chat-shaped logprobs, and says neither under which weights it sampled nor what ended a reply. It knows no
-`output_mode`, and derender no steps of a stream before 0.31. Spelled ids have no special tokens before 0.27.
+`output_mode`, and derender no steps of a stream before 0.31. Spelled ids have no special tokens up to 0.26.
 """
 
 from __future__ import annotations
