@@ -73,7 +73,7 @@ class VllmTokens(EngineKind):
     name = "token"
     detection_order = 10
     takes_images = True
-    versions = (Versions("vLLM", run=("0.24", "0.26", "0.29", "0.31", "0.32", "0.33"), first="0.24", last="0.33"),)
+    versions = (Versions("vLLM", run=("0.29", "0.31", "0.32", "0.33"), first="0.24", last="0.33"),)
 
     def __init__(self, http: EngineHttp, local: LocalRenderer) -> None:
         super().__init__(http, local)
