@@ -36,7 +36,6 @@ CLI = Cli(
     fork_policy="minted",
 )
 
-SUMMARY = "number.py is to say 42, as the notes ask."
 ERRAND = "Read the file with the notes and report the number that it asks for."
 
 
@@ -56,31 +55,6 @@ def test_a_sub_agent_is_a_row_of_its_own(stage: Stage) -> None:
     assert sorted((row["role"], len(row["call_ids"])) for row in played.rows) == [("main", 6), ("subagent", 2)]
     assert len({row["agent"] for row in played.rows}) == 2
     assert played.accounting["quarantined"] == []
-
-
-def test_a_compaction_is_a_call_of_its_own_kind_and_what_follows_a_new_row(stage: Stage) -> None:
-    """The limit is low and a file is long: the agent has its history summed up, and goes on from the summary."""
-    steps = CLI.steps(stage.workdir(CLI, "compaction"))
-
-    def write_long_file(workdir: Path) -> None:
-        (workdir / "long.txt").write_text("the weather in Paris is sunny today\n" * 300, encoding="utf-8")
-
-    def lower_limit(home: Path) -> None:
-        config = home / ".codex" / "config.toml"
-        lowered, found = re.subn("(?m)^(model_auto_compact_token_limit =) .*", r"\1 27000", config.read_text(encoding="utf-8"))
-        assert found == 1
-        config.write_text(lowered, encoding="utf-8")
-
-    cli = replace(CLI, side={r"CONTEXT CHECKPOINT COMPACTION": SUMMARY})
-    long = Step("", "I look at the long one.", [TOOLS.shell("cat long.txt")])
-    played = stage.play(cli, [long, *steps], "compaction", prepare=write_long_file, at_home=lower_limit)
-    check_done(played)
-    check_truths(played)
-    assert [call["role"] for call in played.calls] == ["main", "main", "compaction", *["main"] * 4]
-    # The summary takes the place of what was said; the instructions before it stay.
-    assert played.branches == {2: "edited"}
-    assert [(row["role"], len(row["call_ids"])) for row in played.rows] == [("main", 2), ("compaction", 1), ("main", 4)]
-    assert [item["reason"] for item in played.accounting["quarantined"]] == ["role_compaction"]
 
 
 IDLE_SECONDS = 4 * KEEPALIVE_SECONDS
