@@ -157,8 +157,10 @@ def _check_replicas(engines: dict[str, Any]) -> Iterator[Check]:
         yield Check("engine", "fix", "the service knows none", "verbatim engines add URL")
     for replica in engines["replicas"]:
         about = f"engine {replica['name']}"
-        if replica["status"] == "down":
+        if replica["status"] in ("down", "stalled"):
             found, advice = replica["reason"] or "down", "start it, or verbatim engines remove it"
+            if replica["status"] == "stalled":
+                advice = "look at its log, restart it"
             if found.startswith(UNREADABLE):
                 found, _, advice = found.rpartition("; ")
             yield Check(about, "fix", found, advice)

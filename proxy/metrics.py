@@ -127,21 +127,26 @@ class EngineNumbers(Collector):
     def collect(self) -> Iterator[Metric]:
         labels = ["replica", "policy"]
         up = GaugeMetricFamily("verbatim_engine_up", "Whether a replica serves.", labels=labels)
+        stalled = GaugeMetricFamily("verbatim_engine_stalled", "Whether a replica shows no sign of life.", labels=labels)
         calls = GaugeMetricFamily("verbatim_engine_calls_in_flight", "Calls under way at a replica.", labels=labels)
         # One that returns while its earlier calls still drain is there twice.
         serves: Tally[tuple[str, str]] = Tally()
+        hang: Tally[tuple[str, str]] = Tally()
         in_flight: Tally[tuple[str, str]] = Tally()
         for replica in self._replicas():
             serves[replica.name, replica.policy] += replica.healthy
+            hang[replica.name, replica.policy] += replica.stalled
             in_flight[replica.name, replica.policy] += replica.in_flight
         for named, number in serves.items():
             up.add_metric(named, number)
+        for named, number in hang.items():
+            stalled.add_metric(named, number)
         for named, number in in_flight.items():
             calls.add_metric(named, number)
         waiting = GaugeMetricFamily("verbatim_engine_queue", "Calls that wait for a replica.", labels=["policy"])
         for policy, number in self._waiting().items():
             waiting.add_metric([policy], number)
-        yield from (up, calls, waiting)
+        yield from (up, stalled, calls, waiting)
 
 
 class SessionMemory(Protocol):

@@ -87,6 +87,9 @@ class Settings(BaseSettings):
     POST /finish_session?session_id=ID. Empty: nowhere."""
     engine_timeout_seconds: float = Field(3600.0, gt=0)
     """How long an engine may send nothing during a call."""
+    engine_stall_seconds: float = Field(120.0, ge=0)
+    """How long an engine with calls in flight may sample nothing before it gets no more calls until it does, and how long it may take over
+    a request that samples nothing. Must be longer than its longest step. 0: for ever."""
     engine_connect_seconds: float = Field(5.0, gt=0)
     """Timeout for connecting to an engine."""
     engine_max_calls: int = Field(0, ge=0)

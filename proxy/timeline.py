@@ -242,6 +242,8 @@ class CancelScope:
         self.hung_up = False
         self.may_have_sampled = False
         """Whether the engine that the call is at was asked to sample."""
+        self.heard_at = 0.0
+        """When the engine last told of a token or ended the reply, by `time.perf_counter`; 0 before."""
         self.done = asyncio.Event()
         """Set when the call is recorded, or will never be."""
         self._abort: Callable[[], Awaitable[bool]] | None = None
@@ -290,6 +292,11 @@ class CancelScope:
     def attach(self, close: Callable[[], None]) -> None:
         """From now on hanging up calls `close`, which closes the engine's answer."""
         self._close = close
+
+    def break_off(self) -> None:
+        """Close the engine's answer: the call ends as one whose connection broke."""
+        if self._close is not None:
+            self._close()
 
     def redial(self) -> None:
         """The request was refused and is sent again. Raises EngineFailed if it was hung up meanwhile."""

@@ -53,7 +53,8 @@ class ReplicaShape(Body):
     policy: str
     source: str
     """settings, api, or the DNS name it was resolved from."""
-    status: Literal["serving", "down", "draining"]
+    status: Literal["serving", "down", "draining", "stalled"]
+    """stalled: it has calls and samples nothing, and gets no more until it does."""
     reason: str | None
     api: str | None
     version: str
@@ -178,13 +179,19 @@ def _engine_as_wire(spec: EngineSpec, source: str, models: Sequence[str] = ()) -
     return wire | ({"models": list(models)} if models else {})
 
 
+def _status_of(replica: Replica) -> str:
+    if replica.draining:
+        return "draining"
+    return "stalled" if replica.stalled else "serving" if replica.healthy else "down"
+
+
 def _replica_as_wire(replica: Replica) -> dict[str, Any]:
     return {
         "name": replica.name,
         "url": replica.url,
         "policy": replica.policy,
         "source": replica.source,
-        "status": "draining" if replica.draining else "serving" if replica.healthy else "down",
+        "status": _status_of(replica),
         "reason": replica.reason or None,
         "api": replica.api,
         "version": replica.version,

@@ -49,7 +49,7 @@ from proxy.engine.apis.reply import Wanted, check_sampled
 from proxy.engine.in_vllm.frames import BUDGET
 from proxy.engine.pool.pool import EnginePool, Placement
 from proxy.engine.pool.seats import Caller
-from proxy.engine.replica import Replica
+from proxy.engine.replica import EngineCall, Replica
 from proxy.errors import (
     ChooserFailed,
     Conflict,
@@ -369,7 +369,11 @@ class Flow:
         elif turn.request.stream:
             emit(Sampling(0 if plan is None else len(plan.prompt_ids)))
 
+        call = EngineCall(replica, turn.scope, streams=turn.request.stream and not wanted.prompt_logprobs)
+
         def mint_and_emit(piece: FirstToken | Delta) -> None:
+            if call.moved:
+                return
             if isinstance(piece, FirstToken):
                 turn.timeline.mark_first_token()
             elif piece.tool_calls or (piece.content and piece.reasoning):
@@ -381,7 +385,7 @@ class Flow:
         abort = partial(kind.abort, replica, job)
         served.aborts.add(abort)
         try:
-            with turn.scope.sampling(abort):
+            with call, turn.scope.sampling(abort):
                 outcome = await kind.sample(replica, job, stream=turn.request.stream, emit=mint_and_emit)
         except RequestError as error:
             if job.plan is not None and error.param == BUDGET:

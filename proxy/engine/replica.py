@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
 
+from proxy.errors import EngineUnavailable
+from proxy.timeline import CancelScope
 from reconstruct.records import Span
 
 log = logging.getLogger(__name__)
@@ -114,6 +119,82 @@ class Served:
         return () if self.version is None else (Span(self.version, base[0].start, base[-1].end),)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """What an engine counts of all its calls: `progress` changes with every step it takes, `running` and `queued` are requests. Without
+    `progress` it counts nothing."""
+
+    progress: tuple[float, ...] = ()
+    running: float = 0.0
+    queued: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Pulse:
+    """The calls that a replica samples for this process, and its last signs of life, by `time.perf_counter`.
+
+    `answered` is when the newest call that got its reply was begun, and when it last heard. `counts` is what the engine told last, at
+    `counted_at`; None while it was never asked."""
+
+    calls: set[EngineCall] = field(default_factory=set)
+    heard_at: float = 0.0
+    answered: tuple[float, float] = (0.0, 0.0)
+    counts: TokenCounts | None = None
+    counted_at: float = 0.0
+    stalled_at: float = 0.0
+
+    @property
+    def last_sign_at(self) -> float:
+        """When a call last heard of a token or of the end of its reply, or the engine was found alive otherwise."""
+        return max(self.heard_at, max((call.scope.heard_at for call in self.calls), default=0.0))
+
+
+class EngineCall:
+    """`with EngineCall(replica, scope, streams=...) as call:` around the engine's work. Leaving it raises EngineUnavailable if the call was
+    moved. `streams`: its tokens come as they are sampled."""
+
+    __slots__ = ("_cancelling", "_task", "begun_at", "doubtful", "moved", "replica", "scope", "streams")
+
+    def __init__(self, replica: Replica, scope: CancelScope, *, streams: bool) -> None:
+        self.replica = replica
+        self._cancelling = 0
+        self._task: asyncio.Task[Any] | None = None
+        self.scope = scope
+        self.streams = streams
+        self.begun_at = 0.0
+        self.moved = False
+        self.doubtful = False
+        """Whether it seemed lost when it was last looked at."""
+
+    @property
+    def heard_at(self) -> float:
+        """Since when it waits for the next sign of life."""
+        return self.scope.heard_at or self.begun_at
+
+    def move(self) -> None:
+        """Leave the engine, of which the call has heard nothing."""
+        if self._task is not None and not self.moved:
+            self.moved = True
+            self._task.cancel()
+
+    def __enter__(self) -> EngineCall:
+        self._task = asyncio.current_task()
+        self._cancelling = 0 if self._task is None else self._task.cancelling()
+        self.begun_at = time.perf_counter()
+        self.replica.pulse.calls.add(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        pulse, heard_at = self.replica.pulse, self.scope.heard_at
+        pulse.calls.discard(self)
+        pulse.heard_at = max(pulse.heard_at, heard_at)
+        if heard_at and kind is None:
+            pulse.answered = max(pulse.answered, (self.begun_at, heard_at))
+        alone = self.moved and self._task is not None and self._task.uncancel() <= self._cancelling
+        if alone and kind is asyncio.CancelledError:
+            raise EngineUnavailable(f"engine {self.replica.name} showed no sign of life") from error
+
+
 @dataclass(slots=True, eq=False)
 class Replica:
     """One policy of one engine: its base model, or one of its LoRA adapters.
@@ -129,7 +210,8 @@ class Replica:
     `version` is the engine's own, "" if it does not say. `plugin`: it has this project's endpoint plugin. `updatable`: it has endpoints
     that take new weights. `trainable`: it returns token ids and logprobs. `weight_version` is None while unknown; 0 is whatever the
     engine was started with. `logprob_mode` is None if it does not say. `draining`: it left the pool and only ends its calls.
-    `in_flight` counts this process's calls there, at most `max_calls` (0: unlimited).
+    `stalled`: it has calls and shows no sign of life. `in_flight` counts this process's calls there, at most `max_calls` (0:
+    unlimited).
     """
 
     name: str
@@ -158,9 +240,11 @@ class Replica:
     source: str = "settings"
     logprob_mode: str | None = None
     draining: bool = False
+    stalled: bool = False
     in_flight: int = 0
     max_calls: int = 0
     health: Health = field(default_factory=Health)
+    pulse: Pulse = field(default_factory=Pulse)
     store_problem: str = ""
     """Why the store could not say which weights it should hold, while that keeps it from serving."""
     unordered_label: str | None = None

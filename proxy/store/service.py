@@ -152,6 +152,10 @@ class WeightStore:
         named = (keys.weights("lock", policy), keys.weights("fence", policy))
         return int(await self._redis.run(Script.read("push_lock"), named, (owner, int(seconds * 1000), fence)))
 
+    async def read_owner(self, policy: str = "") -> str:
+        """Who holds the push lock; "" if nobody does."""
+        return (await self._redis.execute("GET", keys.weights("lock", policy)) or b"").decode()
+
     async def unlock(self, owner: str, policy: str = "") -> None:
         await self._redis.run(Script.read("unlock"), (keys.weights("lock", policy),), (owner,))
 

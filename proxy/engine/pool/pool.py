@@ -24,6 +24,7 @@ from proxy.engine.apis.renderer import LocalRenderer
 from proxy.engine.pool.adapters import explain_conflict, follow_adapters
 from proxy.engine.pool.membership import Member, Membership, Resolver, replica_at, resolve_with_system
 from proxy.engine.pool.seats import Caller, Gate, Seats, rank_replicas
+from proxy.engine.pool.stalls import Stalls
 from proxy.engine.pool.standing import Standing, Watches
 from proxy.engine.replica import Health, HealthRule, Replica
 from proxy.engine.wire.channels import Channels
@@ -47,7 +48,7 @@ class EnginePool:
     """`store` holds the engines added at run time. `kinds` and `http` are how its replicas are spoken to.
 
     `admit_weights`, once set, returns when a replica's weights are the policy's current ones and `weight_version` says so; it raises
-    VerbatimError with the reason the replica must not serve."""
+    VerbatimError with the reason the replica must not serve. `is_updating` says whether anybody changes a replica's weights now."""
 
     def __init__(
         self,
@@ -67,20 +68,33 @@ class EnginePool:
         self._releasing: set[asyncio.Task[None]] = set()
         self._looking = asyncio.Lock()
         self.admit_weights: Callable[[Replica], Awaitable[None]] | None = None
+        self.is_updating: Callable[[Replica], Awaitable[bool]] | None = None
         self.membership = Membership(settings.engine, store, resolver, settings.policy_models)
         self.replicas: list[Replica] = [self._make(member) for member in self.membership.members()]
         self.metrics = metrics or Metrics()
         self.seats = Seats(self.of, settings.queue_seconds, self.metrics)
         self._standing = Standing(self.of, self.seats, self.metrics)
-        self.http = EngineHttp(open_channels(settings), self.fail_call, self._watches.wake)
+        seconds = settings.engine_stall_seconds
+        self.http = EngineHttp(open_channels(settings), self.fail_call, self._watches.wake, aside_seconds=seconds)
         local = renderer or LocalRenderer(settings.renderer, settings.renderer_options)
         self.kinds = EngineKinds(self.http, local)
+        self._stalls = Stalls(
+            seconds,
+            lambda: [*self.replicas, *self.draining],
+            self._standing,
+            self.kinds,
+            self.http,
+            self._may_be_updating,
+            self._watches.wake,
+        )
+        self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begin visiting. Waits at most `engine_connect_seconds` for a first answer of every replica; never fails."""
         self.http.open(open_session(self._settings), open_session(self._settings))
         for replica in self.replicas:
             self._watches.begin(replica)
+        self._watching = asyncio.create_task(self._stalls.watch())
         looked = asyncio.Event()
         self._following = asyncio.create_task(self._follow(looked))
         with contextlib.suppress(TimeoutError):
@@ -91,11 +105,11 @@ class EnginePool:
     async def stop(self) -> None:
         self._stopping = True
         await asyncio.gather(*self._releasing, return_exceptions=True)
-        if self._following is not None:
-            self._following.cancel()
+        tasks = [task for task in (self._following, self._watching) if task is not None]
+        for task in tasks:
+            task.cancel()
         await self._watches.stop()
-        if self._following is not None:
-            await asyncio.gather(self._following, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.http.close()
 
     def of(self, policy: str) -> list[Replica]:
@@ -277,6 +291,9 @@ class EnginePool:
             self._standing.fail_probe(replica, EngineUnavailable("the probe failed; the log says why"))
             return
         self._standing.pass_probe(replica)
+        if replica.stalled:
+            # What asks the engine behind the API server would not come back.
+            return
         if conflict := explain_conflict(replica):
             self._standing.set_down(replica, conflict)
         else:
@@ -310,6 +327,11 @@ class EnginePool:
                 self._standing.set_down(replica, replica.sample.missing)
             else:
                 self._standing.admit(replica)
+
+    async def _may_be_updating(self, replica: Replica) -> bool:
+        if any(not self._gate.is_open(each.policy) for each in replica.engine):
+            return True
+        return self.is_updating is not None and await self.is_updating(replica)
 
     def _reasons(self, replicas: Sequence[Replica]) -> str:
         if replicas:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -32,7 +33,7 @@ class Standing:
     def fail_call(self, replica: Replica, reason: str, *, refused: bool) -> None:
         """Eject the engine after a refused connection, or after too many broken calls in a row if other engines serve its policies."""
         many = replica.health.fail_call()
-        if refused or (many and all(self._is_served_elsewhere(each) for each in replica.engine if each.healthy)):
+        if refused or (many and all(self.is_served_elsewhere(each) for each in replica.engine if each.healthy)):
             self._eject(replica, reason)
 
     def fail_probe(self, replica: Replica, error: EngineUnavailable) -> None:
@@ -42,7 +43,7 @@ class Standing:
             log.info("engine %s: a probe failed: %s", replica.name, error.message)
             return
         for each in replica.engine:
-            each.alive = isinstance(error, Unreadable)
+            each.alive, each.stalled = isinstance(error, Unreadable), False
         self._eject(replica, error.message)
 
     def pass_probe(self, replica: Replica) -> None:
@@ -65,6 +66,19 @@ class Standing:
         if not replica.healthy:
             self.set_down(replica, f"its weights are not known: {store_problem}", store_problem)
 
+    def stall(self, replica: Replica, seconds: float) -> None:
+        """It holds calls and showed no sign of life for that long: it gets no more until it does."""
+        for each in replica.engine:
+            each.stalled = True
+        replica.pulse.stalled_at = time.perf_counter()
+        self._eject(replica, f"it is stalled: it has calls, and sampled nothing for {seconds:g} seconds")
+
+    def revive(self, replica: Replica) -> None:
+        """It samples again, and serves once its weights are known."""
+        for each in replica.engine:
+            each.stalled = False
+        log.info("engine %s samples again", replica.name)
+
     def admit_updated(self, replica: Replica) -> None:
         """It serves, unless it has to answer more probes."""
         if replica.health.has_recovered:
@@ -78,7 +92,8 @@ class Standing:
         for adapter in replica.adapters:
             self.set_down(adapter, reason, store_problem)
 
-    def _is_served_elsewhere(self, replica: Replica) -> bool:
+    def is_served_elsewhere(self, replica: Replica) -> bool:
+        """Whether another engine serves its policy."""
         return any(other.healthy for other in self._replicas_of(replica.policy) if other.host is not replica.host)
 
     def _eject(self, replica: Replica, reason: str) -> None:
@@ -89,7 +104,7 @@ class Standing:
         self.set_down(replica, reason)
 
     def _set_up(self, replica: Replica) -> None:
-        if replica.draining:
+        if replica.draining or replica.stalled:
             return
         if not replica.healthy:
             log.info("engine %s serves: %s, weights %s", replica.title, replica.description, replica.weight_version)

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from types import TracebackType
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -36,6 +37,9 @@ log = logging.getLogger(__name__)
 
 TURN_SECONDS = 1.0
 """How long a replica waits while others of its policy are repaired: several may start at once."""
+PAUSED_SECONDS = 5.0
+"""How long a silent engine may take to say that it is paused: one that is at work says so between two steps."""
+Purpose = Literal["push", "check"]
 REPAIR_SECONDS = 30.0
 """Pause between two attempts to load the current weights into a replica."""
 
@@ -59,12 +63,27 @@ class WeightKeeper:
         claim = Claim(identity, fence, seconds) if identity else None
         return self._kinds.of(replica).weights(replica, self._settings.weights_timeout_seconds, claim)
 
-    def lock(self, policy: str, wait_seconds: float) -> PushLock:
-        return PushLock(self._weights, policy, self._settings.weights_lock_seconds, wait_seconds)
+    def lock(self, policy: str, wait_seconds: float, purpose: Purpose = "check") -> PushLock:
+        return PushLock(self._weights, policy, self._settings.weights_lock_seconds, wait_seconds, purpose)
 
     def forget_failure(self, replica: Replica) -> None:
         """The replica has whole, current weights, whatever failed before."""
         self._repair_after.pop(replica, None)
+
+    async def is_updating(self, replica: Replica) -> bool:
+        """Whether this or another service changes the replica's weights now, as far as can be told."""
+        if not self.updating.isdisjoint(replica.engine):
+            return True
+        if not replica.updatable:
+            return False
+        with contextlib.suppress(StoreUnavailable):
+            if (await self._weights.read_owner(replica.policy)).startswith("push "):
+                return True
+        try:
+            async with asyncio.timeout(PAUSED_SECONDS):
+                return bool(await self.api(replica).is_paused())
+        except (TimeoutError, EngineFailed):
+            return False
 
     async def admit(self, replica: Replica) -> None:
         """See `EnginePool.admit_weights`."""
@@ -231,13 +250,15 @@ class PushLock:
     Entering raises Conflict if another owner held the lock for `wait_seconds`. The lock outlives a dead process by `lease_seconds`.
     """
 
-    def __init__(self, weights: WeightStore, policy: str, lease_seconds: float, wait_seconds: float) -> None:
+    def __init__(
+        self, weights: WeightStore, policy: str, lease_seconds: float, wait_seconds: float, purpose: Purpose = "check"
+    ) -> None:
         self.fence = 0
         self._weights = weights
         self._policy = policy
         self._lease_seconds = lease_seconds
         self._wait_seconds = wait_seconds
-        self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+        self._owner = f"{purpose} {socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._held_until = 0.0
         self._released = False
         self._renewal: asyncio.Task[None] | None = None

@@ -45,7 +45,7 @@ class WeightUpdater:
         self._metrics = metrics or WeightMetrics(CollectorRegistry(), lambda: pool.replicas)
         self._pushes: set[asyncio.Task[dict[str, Any]]] = set()
         self._keeper = WeightKeeper(pool.kinds, weights, settings, self._metrics)
-        pool.admit_weights = self._keeper.admit
+        pool.admit_weights, pool.is_updating = self._keeper.admit, self._keeper.is_updating
 
     async def push(
         self,
@@ -149,7 +149,7 @@ class WeightUpdater:
         return next((name for name in names if name in self._settings.frozen_models), None)
 
     async def _push(self, push: Push, watch: Watcher) -> dict[str, Any]:
-        async with self._keeper.lock(push.policy, self._settings.weights_timeout_seconds) as lock:
+        async with self._keeper.lock(push.policy, self._settings.weights_timeout_seconds, "push") as lock:
             started = time.monotonic()
             try:
                 replicas = await self._find_replicas(push)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -10,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import aiohttp
 import msgspec
 
-from proxy.engine.in_vllm.frames import MEDIA_TYPE, Done, Failed, FrameDecoder
+from proxy.engine.in_vllm.frames import MEDIA_TYPE, Done, Failed, FrameDecoder, Planned
 from proxy.engine.replica import Replica
 from proxy.engine.wire.channels import (
     Answer,
@@ -23,7 +24,7 @@ from proxy.engine.wire.channels import (
 )
 from proxy.engine.wire.refusals import FramesRefused, frames_refusal, is_pause, paused, read_retry_after, refusal
 from proxy.errors import EngineFailed, EngineUnavailable, VerbatimError
-from proxy.timeline import ENGINE, TIMELINE, CancelScope, Timeline, Waiting
+from proxy.timeline import ENGINE, TIMELINE, CancelScope, Deadline, Timeline, Waiting
 
 _encode = msgspec.json.Encoder().encode
 
@@ -35,6 +36,7 @@ _HEAR_SECONDS = 5.0
 
 _STALE_CONNECTION = (CannotConnect, Unanswered, BrokenOff)
 """The errors raised when the engine has already closed the connection."""
+_FRESH = {"Connection": "close"}
 
 
 class EngineAnswer(msgspec.Struct):
@@ -84,7 +86,8 @@ _STRAY = 100
 
 class EngineHttp:
     """Requests to replicas. `on_failure` gets each call that broke: the replica, the reason, and whether the connection was refused.
-    `on_new_label` gets a replica whose weight label changed."""
+    `on_new_label` gets a replica whose weight label changed. `aside_seconds`: how long a request that samples nothing may take; 0: for
+    ever."""
 
     def __init__(
         self,
@@ -92,8 +95,10 @@ class EngineHttp:
         on_failure: Callable[[Replica, str, bool], None],
         on_new_label: Callable[[Replica], None] = lambda replica: None,
         headers: Mapping[str, str] | None = None,
+        aside_seconds: float = 0.0,
     ) -> None:
         """`headers` are those of every request."""
+        self._aside_seconds = aside_seconds
         self._channels = channels
         self._headers = headers or {}
         self.on_failure = on_failure
@@ -135,6 +140,7 @@ class EngineHttp:
             data = await self._exchange(replica, path, _encode(body), scope=scope)
         except (ChannelError, TimeoutError) as error:
             raise self.translate(replica, error, scope) from error
+        scope.heard_at = time.perf_counter()
         return _decode(replica, path, data, answer)
 
     async def ask(self, replica: Replica, path: str, body: Any, answer: type[T], *, fresh: bool = False) -> T:
@@ -142,12 +148,23 @@ class EngineHttp:
         can take the call: EngineUnavailable. `fresh`: the first connection is new as well, since a kept one leads to the same process
         again where several share an address."""
         data = _encode_body(replica, body)
-        headers = {"Connection": "close"} if fresh else {}
+
+        async def send(headers: dict[str, str]) -> bytes:
+            async with Deadline(self._aside_seconds):
+                return await self._exchange(replica, path, data, headers)
+
+        first = _FRESH if fresh else {}
         try:
-            raw = await _retry_stale(partial(self._exchange, replica, path, data, headers))
-        except _STALE_CONNECTION as error:
+            try:
+                raw = await send(first)
+            except _STALE_CONNECTION:
+                raw = await send(first)
+            except TimeoutError:
+                # A kept connection may only seem to be open.
+                raw = await send(_FRESH)
+        except (*_STALE_CONNECTION, TimeoutError) as error:
             raise EngineUnavailable(self.translate(replica, error).message) from error
-        except (ChannelError, TimeoutError) as error:
+        except ChannelError as error:
             raise self.translate(replica, error) from error
         return _decode(replica, path, raw, answer)
 
@@ -412,6 +429,7 @@ class Answers(Generic[A]):
             how = "streamed" if self._events is not None else f"answered {self._path} with"
             raise EngineFailed(f"engine {self._replica.name} {how} something unexpected: {error}") from error
         answer.check(self._replica, self._path, content)
+        self._scope.heard_at = time.perf_counter()
         return answer
 
     def _break_off(self) -> EngineFailed:
@@ -451,6 +469,9 @@ class Frames(Answers[Any]):
             ) from error
         for frame in frames:
             take(frame)
+        # The plan is the API server's work, and no sign that the engine behind it samples.
+        if frames and not isinstance(frames[-1], Planned):
+            self._scope.heard_at = time.perf_counter()
         return not (frames and isinstance(frames[-1], Done | Failed))
 
 

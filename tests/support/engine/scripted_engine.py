@@ -162,6 +162,8 @@ class ScriptedEngine:
         """As vLLM 0.33: renderings say how to parse, and generate does if it is asked to."""
         self.adds: dict[str, Any] = {}
         """Sampling parameters that it gives every rendering of messages, whatever was asked."""
+        self.counts = True
+        """Whether it tells how many tokens it has sampled."""
         self._default = default or (lambda generation, index: random_reply(self.family, generation, index))
         self._replies: deque[Reply | str] = deque()
         self._faults: dict[str, deque[Fail | Drop | Hang]] = defaultdict(deque)
@@ -176,6 +178,7 @@ class ScriptedEngine:
                 ("GET", "/health"): self._health,
                 ("GET", "/metrics/"): self._metrics,
                 ("GET", "/version"): self._tell_version,
+                ("GET", "/metrics"): self._metrics,
             }
         if updatable and not plain:
             self._routes |= self.weights.routes
@@ -273,11 +276,24 @@ class ScriptedEngine:
         else:
             await exchange.answer({"version": self.version})
 
+    async def _metrics(self, exchange: Exchange, body: Any) -> None:
+        page = f"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds {self._started_at}\n"
+        tokens = sum(len(ids) for generation in self.generations for ids in generation.sampled.values())
+        running = len(self.sampler.running)
+        counted = {"generation_tokens_total": tokens, "num_requests_running": running, "num_requests_waiting": 0}
+        for name, value in counted.items() if self.counts else ():
+            page += f'# TYPE vllm:{name} gauge\nvllm:{name}{{engine="0",model_name="{self.model}"}} {float(value)}\n'
+        await exchange.answer_text(page)
+
+    def stop_sampling(self) -> None:
+        """From here on nothing is sampled, and everything else answered: as when the process behind vLLM's server is stopped."""
+        self.sampler.going.clear()
+
+    def go_on_sampling(self) -> None:
+        self.sampler.going.set()
+
     async def _health(self, exchange: Exchange, body: Any) -> None:
         await exchange.answer(None)
-
-    async def _metrics(self, exchange: Exchange, body: Any) -> None:
-        await exchange.answer_text(f"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds {self._started_at}\n")
 
     def start(self, port: int = 0) -> Self:
         # asyncio sends small pieces at once (TCP_NODELAY) only on sockets that name their protocol; others wait 40 ms for an ACK.
