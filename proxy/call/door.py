@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any, cast
 from urllib.parse import parse_qsl
@@ -48,6 +48,7 @@ from proxy.errors import (
     ReplayDiverged,
     RequestError,
     ServiceStopping,
+    StoreUnavailable,
     Unauthorized,
     UnknownCall,
     VerbatimError,
@@ -57,6 +58,7 @@ from proxy.services import Services
 from proxy.store.states import SessionInfo
 from proxy.timeline import HARNESS, PARSE, REPLY, TIMELINE, Timeline, Waiting
 from reconstruct.messages import hash_bytes
+from reconstruct.records import Call
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +160,10 @@ class Harness:
         with self._services.slots.take(tree.info.session_id):
             if route.action not in ("call", "count"):
                 await self._check_life(tree)
-                exchange.client.send_whole(200, JSON, await self._look_up(tree, route))
+                if route.action in ("stored", "items"):
+                    await self._give_stored(exchange, tree, route)
+                else:
+                    exchange.client.send_whole(200, JSON, self._look_up(route))
                 return
             with self._services.body_room.place(tree.info.session_id) as place:
                 with Waiting(HARNESS):
@@ -342,12 +347,9 @@ class Harness:
         tokens = await self._flow.count(draft, request)
         exchange.client.send_whole(200, JSON, cast(Counts, dialect).render_count(tokens))
 
-    async def _look_up(self, tree: SessionTree, route: Route) -> bytes:
-        """The body for a model, the list of models, or a stored reply."""
-        dialect = self._dialects[route.dialect]
-        if route.action in ("stored", "items"):
-            return await self._find_stored(tree, cast(Stores, dialect), route.path["response_id"], route.action)
-        lists, created = cast(Lists, dialect), self._since
+    def _look_up(self, route: Route) -> bytes:
+        """The body for a model or the list of models."""
+        lists, created = cast(Lists, self._dialects[route.dialect]), self._since
         models = self._services.pool.catalogue()
         if route.action == "models":
             return lists.render_models(models, created)
@@ -356,7 +358,18 @@ class Harness:
         window = models[name] if name in models else self._services.pool.find_window(name)
         return lists.render_model(name, window, created)
 
-    async def _find_stored(self, tree: SessionTree, stores: Stores, response_id: str, action: Action) -> bytes:
+    async def _give_stored(self, exchange: Exchange, tree: SessionTree, route: Route) -> None:
+        """Answer with a stored reply, which is thereby delivered, or with what it answered. A reply that broke off stays undelivered, as it
+        was when it was given first."""
+        stores = cast(Stores, self._dialects[route.dialect])
+        call, body = await self._find_stored(tree, stores, route.path["response_id"], cast(Action, route.action))
+        exchange.client.send_whole(200, JSON, body)
+        if route.action == "stored" and call.status != "failed" and await exchange.client.flushed():
+            # The harness has its answer; without a store the call stays what it was.
+            with suppress(StoreUnavailable):
+                await self._services.sessions.note_fetched(tree.info.session_id, call.call_id)
+
+    async def _find_stored(self, tree: SessionTree, stores: Stores, response_id: str, action: Action) -> tuple[Call, bytes]:
         try:
             return stores.render_stored(response_id, action, Draft(tree))
         except UnknownCall:

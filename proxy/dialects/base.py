@@ -116,8 +116,8 @@ class Lists(Protocol):
 class Stores(Protocol):
     """A dialect with `stored` and `items` endpoints: replies that clients fetch again."""
 
-    def render_stored(self, response_id: str, action: Action, past: Past) -> bytes:
-        """The reply ("stored") or the items it answered ("items"). Raises UnknownCall."""
+    def render_stored(self, response_id: str, action: Action, past: Past) -> tuple[Call, bytes]:
+        """The call, with its reply ("stored") or the items it answered ("items"). Raises UnknownCall."""
         ...
 
 

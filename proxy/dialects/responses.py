@@ -30,6 +30,7 @@ from proxy.dialects.responses_request import ReadSystem, Section, read_message, 
 from proxy.dialects.responses_stored import find_call, load_conversation, record_marks, render_items, render_response
 from proxy.dialects.responses_tools import Toolbox, build_toolbox, parse_tool_choice
 from proxy.errors import ContextTooLong, RequestError, UnknownCall, VerbatimError
+from reconstruct.records import Call
 
 _SAMPLING = {"max_output_tokens": "max_tokens"} | {name: name for name in ("temperature", "top_p", "top_k", "seed", "stop")}
 _FORWARDED = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "logit_bias", "ignore_eos")
@@ -118,9 +119,9 @@ class ResponsesDialect(OpenAIDialect):
     def open_stream(self, request: Request, reply_id: str, created: int, prompt_tokens: int) -> ResponsesStream:
         return ResponsesStream(request, reply_id, created)
 
-    def render_stored(self, response_id: str, action: Action, past: Past) -> bytes:
+    def render_stored(self, response_id: str, action: Action, past: Past) -> tuple[Call, bytes]:
         call = find_call(response_id, past, what="Response")
-        return encode(render_items(call, past) if action == "items" else render_response(call, past))
+        return call, encode(render_items(call, past) if action == "items" else render_response(call, past))
 
     def render_error(self, error: VerbatimError) -> ErrorAnswer:
         status, described = choose_status(error), describe_error(error)

@@ -278,6 +278,10 @@ class SessionStore:
         """Whether the replies of a request were flushed to the harness; see `Answers`."""
         self._answers.note(session_id, call_ids, delivered)
 
+    async def note_fetched(self, session_id: str, call_id: str) -> None:
+        """The recorded reply was given to the harness again: it is delivered, unless the session is closed, whose rows no longer change."""
+        await self._run("note_fetched", (keys.state(session_id), keys.delivered(session_id)), (call_id,))
+
     async def settle_answers(self, session_id: str | None = None) -> None:
         """Returns when the store knows what became of the session's replies, None: of all. One that is on its way counts as not
         delivered."""

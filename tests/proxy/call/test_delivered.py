@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from openai import APIStatusError
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cli.serving.connection import Connection, Patience
@@ -55,12 +56,14 @@ def serving(
 
 
 @contextmanager
-def asking(session: Session, stream: bool, header: str = "", **fields: Any) -> Iterator[socket.socket]:
+def asking(
+    session: Session, stream: bool, header: str = "", path: str = "chat/completions", body: dict[str, Any] = BODY, **fields: Any
+) -> Iterator[socket.socket]:
     """A connection on which the call was asked for; closed on exit, with what is unread."""
     parts = urlsplit(session.base_url)
-    content = json.dumps({**BODY, "stream": stream, **fields}).encode()
+    content = json.dumps({**body, "stream": stream, **fields}).encode()
     head = (
-        f"POST {parts.path}/chat/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
+        f"POST {parts.path}/{path} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
         f"Authorization: Bearer {session.api_key}\r\nContent-Length: {len(content)}\r\n{header}\r\n"
     )
     with socket.socket() as connection:
@@ -142,6 +145,47 @@ async def test_a_reply_on_its_way_when_another_process_closes_its_session_stays_
             assert other.request("POST", f"{path}/close", json={"status": "completed", "reward": 1.0}).status_code == 200
             whole(connection, stream)
     assert await delivered(redis_server, session.session_id) == 0
+
+
+RESPONSE: dict[str, Any] = {
+    "model": "policy",
+    "input": "q",
+    "include": ["message.output_text.logprobs"],
+    "top_logprobs": 5,
+}
+
+
+@STREAMED
+def test_a_reply_that_is_fetched_after_its_answer_was_lost_is_delivered(redis_server: RedisServer, stream: bool) -> None:
+    """It stayed undelivered, and was trained as an attempt that nobody had seen."""
+    with serving(redis_server) as (_, service):
+        session = service.session()
+        with asking(session, stream, path="responses", body=RESPONSE) as connection:
+            assert connection.recv(1) == b"H"
+            wait_until(lambda: recorded(session), 120, "the call is recorded")
+        (call,) = session.calls
+        assert not call["delivered"]
+        # Its items are what the harness itself had sent.
+        session.client.responses.input_items.list(f"resp_{call['call_id']}")
+        assert not session.calls[0]["delivered"]
+        fetched = session.client.responses.retrieve(f"resp_{call['call_id']}")
+        assert fetched.output_text == LONG
+        wait_until(lambda: session.calls[0]["delivered"], 120, "the delivery is noted")
+        session.close(reward=1.0)
+        _, accounting = session.trajectories()
+        assert accounting["quarantined"] == []
+
+
+def test_a_reply_that_is_fetched_once_its_session_is_closed_changes_no_row(redis_server: RedisServer) -> None:
+    with serving(redis_server) as (_, service):
+        session = service.session()
+        with asking(session, stream=True, path="responses", body=RESPONSE) as connection:
+            assert connection.recv(1) == b"H"
+            wait_until(lambda: recorded(session), 120, "the call is recorded")
+        session.close(reward=1.0)
+        with pytest.raises(APIStatusError):
+            session.client.responses.retrieve(f"resp_{session.calls[0]['call_id']}")
+        assert not session.calls[0]["delivered"]
 
 
 async def test_a_harness_that_is_given_up_has_not_got_its_answer(redis_server: RedisServer) -> None:
