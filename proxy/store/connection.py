@@ -28,7 +28,18 @@ import redis.exceptions as broken
 
 from proxy.errors import StoreUnavailable
 from proxy.store.cluster import SLOTS, Cluster
-from proxy.store.node import Address, Argument, Command, Link, Node, Part, Place, goes_through_pipe, speaks_tls
+from proxy.store.node import (
+    Address,
+    Argument,
+    Command,
+    Link,
+    Node,
+    Part,
+    Place,
+    answers_plainly,
+    goes_through_pipe,
+    speaks_tls,
+)
 from proxy.timeline import Deadline
 
 if TYPE_CHECKING:
@@ -329,14 +340,23 @@ class StoreConnection:
     async def _connect(self) -> Link:
         try:
             return await self._reach()
-        except (broken.ConnectionError, OSError) as error:
-            if (
-                "refused" not in str(error)
-                and self._address.url.startswith("redis:")
-                and await speaks_tls(*self._address.places)
-            ):
-                raise Lasting(f"the Redis at {self.place} speaks TLS: its URL begins with rediss, not redis") from error
+        except GONE as error:
+            known = any(word in str(error).lower() for word in ("refused", "certificate"))
+            if not known and (wrong := await self._find_wrong_scheme()):
+                raise Lasting(wrong) from error
             raise
+
+    async def _find_wrong_scheme(self) -> str:
+        """What is wrong with the URL where servers speak TLS and it says that they do not, or the other way round; "" otherwise."""
+        scheme, places = self._address.url.partition(":")[0], self._address.places
+        encrypted = scheme.startswith("rediss")
+        right = scheme.replace("rediss", "redis") if encrypted else scheme.replace("redis", "rediss")
+        speak = await asyncio.gather(*map(speaks_tls, places))
+        if not encrypted:
+            return f"the Redis at {self.place} speaks TLS: its URL begins with {right}, not {scheme}" if any(speak) else ""
+        if any(speak) or not any(await asyncio.gather(*map(answers_plainly, places))):
+            return ""
+        return f"the Redis at {self.place} does not speak TLS: its URL begins with {right}, not {scheme}"
 
     async def _reach(self) -> Link:
         link = self._make_link()

@@ -209,6 +209,20 @@ async def speaks_tls(place: Place) -> bool:
         return False
 
 
+async def answers_plainly(place: Place) -> bool:
+    """Whether a server there answers a command of Redis that is not encrypted, be it with a refusal."""
+    try:
+        async with asyncio.timeout(SENTINEL_SECONDS):
+            reader, writer = await asyncio.open_connection(*place)
+            try:
+                writer.write(b"PING\r\n")
+                return await reader.read(1) in (b"+", b"-")
+            finally:
+                writer.transport.abort()
+    except (OSError, TimeoutError):
+        return False
+
+
 class _OnceMore(Retry):
     """Connects and sends once more after a ConnectionError: every command of this store may be repeated.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 import ssl
 import threading
@@ -106,16 +107,32 @@ def test_a_redis_whose_certificate_is_of_another_authority_is_not_used(tmp_path:
         assert (front.encrypted, front.plain) == (0, 0)
 
 
-async def test_a_url_without_tls_to_a_port_with_it_says_so(tmp_path: Path) -> None:
+KINDS = pytest.mark.parametrize(("kind", "path"), [("", ""), ("+cluster", ""), ("+sentinel", "/store")])
+
+
+@KINDS
+async def test_a_url_without_tls_to_a_port_with_it_says_so(kind: str, path: str, tmp_path: Path) -> None:
     """It said "Error UNKNOWN"."""
     certificate, key = make(tmp_path / "authority")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     async with await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0, ssl=context) as encrypting:
-        connection = StoreConnection(f"redis://127.0.0.1:{encrypting.sockets[0].getsockname()[1]}")
-        with pytest.raises(StoreUnavailable, match="speaks TLS: its URL begins with rediss"):
+        connection = StoreConnection(f"redis{kind}://127.0.0.1:{encrypting.sockets[0].getsockname()[1]}{path}")
+        with pytest.raises(StoreUnavailable, match=re.escape(f"speaks TLS: its URL begins with rediss{kind}, not redis{kind}")):
             await connection.ping()
         await connection.close()
+
+
+@KINDS
+async def test_a_url_with_tls_to_a_port_without_it_says_so(kind: str, path: str, redis_server: RedisServer) -> None:
+    """It timed out."""
+    place = redis_server.url.removeprefix("redis://").partition("/")[0]
+    connection = StoreConnection(f"rediss{kind}://{place}{path}", patience_seconds=600.0)
+    with pytest.raises(
+        StoreUnavailable, match=re.escape(f"does not speak TLS: its URL begins with redis{kind}, not rediss{kind}")
+    ):
+        await connection.ping(patient=True)
+    await connection.close()
 
 
 # TLS in front of a redis-server whose own build lacks it
