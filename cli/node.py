@@ -185,7 +185,7 @@ async def _serve(
     evaluators.load_all()
     harnesses.load_built_in()
     logs = make_logs_folder(data_dir)
-    connection = await connect(redis)
+    connection = await connect_to_work(redis)
     sessions = Sessions(control.url, control.token)
     parts = NodeParts(
         name=name,
@@ -264,6 +264,19 @@ async def connect(redis: str, *, patience_seconds: float = REDIS_SECONDS) -> Sto
     except StoreUnavailable as error:
         await connection.close()
         raise Refusal(f"{error.message.rstrip('.')}; start it or correct --redis") from error
+    return connection
+
+
+async def connect_to_work(redis: str) -> StoreConnection:
+    """The same for the store that holds the rollouts. Raises `Refusal` also if a newer build has served it."""
+    from proxy.store.service import NewerStore, check_level
+
+    connection = await connect(redis)
+    try:
+        await check_level(connection, serves=False)
+    except NewerStore as error:
+        await connection.close()
+        raise Refusal(error.message, exit_code=2) from error
     return connection
 
 

@@ -28,7 +28,7 @@ from proxy.memory import find_session_bytes
 from proxy.settings import Settings
 from proxy.store.connection import StoreConnection
 from proxy.store.embedded import EmbeddedRedis, StoreStartError
-from proxy.store.service import LEVEL, take_level
+from proxy.store.service import NewerStore, check_level
 from rollout.sweeper import RolloutSettings
 
 log = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ def open_redis(settings: Settings) -> Iterator[tuple[str, Callable[[], None]]]:
 def _check_store(settings: Settings, url: str) -> None:
     """Returns when it answers and this build may serve it. Raises `Refusal`."""
 
-    async def ping() -> int:
+    async def ping() -> None:
         connection = StoreConnection.to(settings, url)
         try:
             try:
@@ -221,19 +221,15 @@ def _check_store(settings: Settings, url: str) -> None:
                     why = error.message.partition(" does not answer")[2]
                     log.warning("waiting up to %g s for the Redis at %s%s", settings.redis_retry_seconds, connection.place, why)
                 await connection.ping(patient=True)
-            return await take_level(connection)
+            await check_level(connection, serves=True)
         finally:
             await connection.close()
 
     try:
-        least = asyncio.run(ping())
+        asyncio.run(ping())
+    except NewerStore as error:
+        raise Refusal(error.message, exit_code=2) from error
     except StoreUnavailable as error:
         raise Refusal(f"{error.message}; start it, correct --redis, or omit --redis for an embedded one") from error
     except ValueError as error:
         raise Refusal(f"--redis is not a Redis URL: {error}", exit_code=2) from error
-    if least:
-        raise Refusal(
-            f"a newer verbatim has served this store: it asks for level {least} and this build has {LEVEL}, which would serve its "
-            "sessions wrongly; install the newer one, or restore a copy from before it",
-            exit_code=2,
-        )

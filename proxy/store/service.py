@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from proxy.errors import Conflict
+from proxy.errors import Conflict, VerbatimError
 from proxy.store import keys
 from proxy.store.connection import Script, StoreConnection
 from proxy.store.keys import CUTS, DELIVERY, ENGINES, PROCESSES, pack_versioned, unpack_versioned
@@ -202,9 +202,20 @@ LEAST_LEVEL = 1
 """What a build has to reach to serve a store that this one has served."""
 
 
-async def take_level(connection: StoreConnection) -> int:
-    """0 where this build may serve the store, which then keeps what later ones have to reach. Otherwise the level that it asks for."""
-    return int(await connection.run(Script.read("level"), (keys.LEVEL,), (LEVEL, LEAST_LEVEL), patient=True))
+class NewerStore(VerbatimError):
+    """A newer build has served the store, which this one would use wrongly without noticing."""
+
+    code = "newer_store"
+
+
+async def check_level(connection: StoreConnection, *, serves: bool) -> None:
+    """Raises NewerStore. A store that this build `serves` keeps what later ones have to reach."""
+    args = (LEVEL, LEAST_LEVEL if serves else 0)
+    if least := int(await connection.run(Script.read("level"), (keys.LEVEL,), args, patient=True)):
+        raise NewerStore(
+            f"a newer verbatim has served this store: it asks for level {least} and this build has {LEVEL}, which would serve its "
+            "sessions wrongly; install the newer one, or restore a copy from before it"
+        )
 
 
 class RedisClock:
