@@ -25,8 +25,8 @@ FAULTS = (
     ),
     Fault(
         "On the chat path the ids of a later chunk replace those before it.",
-        "            self.token_ids.extend(choice.token_ids)\n",
-        "            self.token_ids = list(choice.token_ids)\n",
+        "            self.token_ids.extend(ids)\n",
+        "            self.token_ids = list(ids)\n",
         _FLOW + "'streamed_capture'",
     ),
     Fault(
