@@ -45,7 +45,7 @@ from proxy.call.turn import (
 from proxy.dialects.base import Choice, Delta, FirstToken, ParsedMessage, Reply, Request, Sampling, new_call_id
 from proxy.engine.apis.base import Job, PlanRequest, PlansNoMore
 from proxy.engine.apis.renderer import Rendered
-from proxy.engine.apis.reply import Wanted, check_sampled
+from proxy.engine.apis.reply import Outcome, Wanted, check_sampled
 from proxy.engine.in_vllm.frames import BUDGET
 from proxy.engine.pool.pool import EnginePool, Placement
 from proxy.engine.pool.seats import Caller
@@ -348,7 +348,6 @@ class Flow:
     async def _sample(self, planned: Planned, emit: Emit) -> Sampled:
         turn, replica, plan = planned.turn, planned.replica, planned.plan
         turn.timeline.begin(SAMPLE)
-        kind = self._kinds.of(replica)
         planned, wanted = want_details(planned, self._settings)
         served = replica.serve(turn.request.model)
         job = Job(turn.call_id, turn.request, planned.sampling, turn.scope, wanted=wanted, served=served)
@@ -364,12 +363,24 @@ class Flow:
             if turn.request.stream:
                 emit(Sampling(len(prompt.ids)))
 
-        if plan is None and kind.plans(replica, turn.request):
+        if plan is None and self._kinds.of(replica).plans(replica, turn.request):
             job.plan = self._ask_to_plan(planned, job.wanted, take_plan)
         elif turn.request.stream:
             emit(Sampling(0 if plan is None else len(plan.prompt_ids)))
 
-        call = EngineCall(replica, turn.scope, streams=turn.request.stream and not wanted.prompt_logprobs)
+        outcome = await self._ask_engine(turn, replica, job, emit)
+        if planned.plan is None and turn.request.images:
+            # Equal ids are equal context only where the same images stand behind them, and a chat endpoint does not say where.
+            outcome.prompt_ids = None
+        check_sampled(outcome, self._find_engine_mode(replica))
+        for choice in outcome.choices:
+            choice.base_spans = choice.spans if served.adapter else ()
+            choice.spans = served.read_spans(choice.spans)
+        return Sampled(planned, outcome)
+
+    async def _ask_engine(self, turn: Turn, replica: Replica, job: Job, emit: Emit) -> Outcome:
+        """What the engine sampled. Pieces get the ids that the service minted, and none is emitted once the call has moved elsewhere."""
+        call = EngineCall(replica, turn.scope, streams=turn.request.stream and not job.wanted.prompt_logprobs)
 
         def mint_and_emit(piece: FirstToken | Delta) -> None:
             if call.moved:
@@ -382,25 +393,18 @@ class Flow:
                 return
             emit(piece)
 
+        kind = self._kinds.of(replica)
         abort = partial(kind.abort, replica, job)
-        served.aborts.add(abort)
+        job.served.aborts.add(abort)
         try:
             with call, turn.scope.sampling(abort):
-                outcome = await kind.sample(replica, job, stream=turn.request.stream, emit=mint_and_emit)
+                return await kind.sample(replica, job, stream=turn.request.stream, emit=mint_and_emit)
         except RequestError as error:
             if job.plan is not None and error.param == BUDGET:
                 raise exhaust_total(turn) from error
             raise
         finally:
-            served.aborts.discard(abort)
-        if planned.plan is None and turn.request.images:
-            # Equal ids are equal context only where the same images stand behind them, and a chat endpoint does not say where.
-            outcome.prompt_ids = None
-        check_sampled(outcome, self._find_engine_mode(replica))
-        for choice in outcome.choices:
-            choice.base_spans = choice.spans if served.adapter else ()
-            choice.spans = served.read_spans(choice.spans)
-        return Sampled(planned, outcome)
+            job.served.aborts.discard(abort)
 
     def _ask_to_plan(self, planned: Planned, wanted: Wanted, take: Callable[[Prompt, dict[str, Any]], None]) -> PlanRequest:
         """What the engine needs to plan the prompt."""
