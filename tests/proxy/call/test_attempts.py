@@ -122,7 +122,8 @@ class Harness:
         """What was sampled whole cannot be parsed; on the chat path the engine fails instead."""
         on_chat = self.service.settings.engine_api == "chat"
         self.engine.say(Say(self.words(), error_after=4 if on_chat else None))
-        self.engine.fault("/v1/chat/completions/derender", Fail(500, "no parser"))
+        # A step of a stream that cannot be parsed leaves the reply to be parsed when it is whole.
+        self.engine.fault("/v1/chat/completions/derender", *[Fail(500, "no parser")] * 2)
         self.fail(body)
 
     def fail(self, body: dict[str, Any]) -> None:
