@@ -1,23 +1,30 @@
-"""Two real engines under load while a trainer pushes version after version, and one of them dies and comes back.
+"""Two real engines: one stands still for a while, and then a trainer pushes version after version and one of them dies and comes back.
 
 Afterwards every trained token of every row is recomputed by transformers under the weights of the version it carries.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from openai import APIError
 
 from proxy.engine.in_vllm.launch import VllmServer, free_port, vllm_command
+from proxy.engine.pool.membership import replica_at
+from proxy.engine.pool.seats import rank_replicas
+from tests.end_to_end.test_closed_loop import read_metric
 from tests.support.engine.forked_vllm import ForkedVllmServer
-from tests.support.engine.vllm_server import require_vllm
 from tests.support.service.running_service import TRAINER, RunningService, Session, wait_until
 from trainer_client import TrainerClient
 from trainer_client.client import Mode
@@ -124,12 +131,12 @@ class Agents:
             self._change.notify_all()
 
 
-@contextmanager
-def two_engines(model: Path, folder: Path) -> Iterator[Sequence[VllmServer]]:
-    """Started at once."""
-    require_vllm()
+@pytest.fixture(scope="module")
+def engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[VllmServer]]:
+    """Two, started at once. After a push they keep its weights."""
+    folder = tmp_path_factory.mktemp("engines")
     with ExitStack() as stack:
-        engines = [_engine(model, free_port(), folder) for _ in range(2)]
+        engines = [_engine(tiny_model, free_port(), folder) for _ in range(2)]
         for engine in engines:
             stack.callback(engine.stop)
             engine.start()
@@ -175,12 +182,74 @@ def until_serving(service: RunningService, replicas: int) -> None:
     wait_until(lambda: serving() == replicas, PATIENCE, f"{replicas} engines serve")
 
 
+STALL_SECONDS = 5.0
+LONG = {"max_tokens": 600, "extra_body": PLAIN, "timeout": PATIENCE}
+
+
+@pytest.mark.timeout(3600)
+def test_an_engine_whose_core_stands_still_gets_no_calls_and_when_it_goes_on_all_are_exact(
+    engines: Sequence[VllmServer], tiny_model: Path, tmp_path: Path, redis_url: str
+) -> None:
+    """Its server answers meanwhile. A stream that has begun waits, and a whole reply, of which nothing was heard, comes from the other
+    engine. Before the pushes, since both have the weights that they were started with."""
+    first, other = engines
+    with ExitStack() as stack:
+        urls = [engine.url for engine in engines]
+        service = stack.enter_context(RunningService(urls, redis_url, engine_stall_seconds=STALL_SECONDS))
+        until_serving(service, 2)
+        waiting, moved, late = sessions = sessions_of(service, urls, first.url, 3)
+        pool = stack.enter_context(ThreadPoolExecutor())
+        answer = pool.submit(moved.ask, "and you?", **LONG)
+        wait_until(lambda: read_metric(first, "num_requests_running") == 1, PATIENCE, "the whole reply is sampled")
+        stream = iter(waiting.ask("count", stream=True, **LONG))
+        chunks = [next(stream)]
+        with standing_still(first):
+            wait_until(lambda: status_of(service, first.url) == "stalled", PATIENCE, "it is found stalled")
+            assert httpx.get(f"{first.url}/health", verify=False).status_code == 200
+            assert answer.result(PATIENCE).choices[0].finish_reason == "length"
+            late.ask("hello", max_tokens=5, extra_body=PLAIN)
+            assert status_of(service, first.url) == "stalled" and waiting.calls[0]["status"] == "in_flight"
+        chunks += stream
+        wait_until(lambda: status_of(service, first.url) == "serving", PATIENCE, "it serves again")
+        late.ask("and now?", max_tokens=5, extra_body=PLAIN)
+        calls = [call for session in sessions for call in session.calls]
+        rows = [row for session in sessions for row in session.trajectories()[0]]
+    assert [call["replica"] for call in calls] == [replica_at(each.url).name for each in (first, other, other, first)]
+    assert [(call["status"], len(call["completion_ids"])) for call in calls] == [("finished", n) for n in (600, 600, 5, 5)]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == calls[0]["reply"]["content"]
+    assert recompute(rows, tiny_model, tmp_path) < TOLERANCE
+    assert sum(sum(row["loss_mask"]) for row in rows) == 2 * 600 + 2 * 5
+
+
+def sessions_of(service: RunningService, urls: Sequence[str], url: str, number: int) -> list[Session]:
+    """Whose calls go to `url` first."""
+    members, name = [replica_at(each) for each in urls], replica_at(url).name
+    ids = (f"s{index}" for index in count() if rank_replicas(f"s{index}", members)[0].name == name)
+    return [service.session(session_id=next(ids)) for _ in range(number)]
+
+
+@contextmanager
+def standing_still(engine: VllmServer) -> Iterator[None]:
+    """The process that samples is stopped inside the block; its log names it."""
+    named = re.search(r"\(EngineCore\w* pid=(\d+)\)", engine.log.read_text(errors="replace"))
+    assert named, engine.log_tail()
+    os.kill(int(named[1]), signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(int(named[1]), signal.SIGCONT)
+
+
+def status_of(service: RunningService, url: str) -> str:
+    replicas = service.request("GET", "/engines").json()["replicas"]
+    return str(next(replica["status"] for replica in replicas if replica["url"] == url))
+
+
 @pytest.mark.timeout(3600)
 def test_every_token_is_of_the_weights_it_names_though_versions_come_fast_and_an_engine_dies(
-    tiny_model: Path, tmp_path: Path, redis_url: str
+    engines: Sequence[VllmServer], tiny_model: Path, tmp_path: Path, redis_url: str
 ) -> None:
     with ExitStack() as stack:
-        engines = stack.enter_context(two_engines(tiny_model, tmp_path))
         service = stack.enter_context(RunningService([engine.url for engine in engines], redis_url))
         trainer = stack.enter_context(TrainerClient(service.url, TRAINER))
         until_serving(service, 2)
@@ -213,15 +282,20 @@ def test_every_token_is_of_the_weights_it_names_though_versions_come_fast_and_an
 
 
 def assert_true(rows: Sequence[dict[str, Any]], model_dir: Path, weights_dir: Path) -> None:
+    assert recompute(rows, model_dir, weights_dir) < TOLERANCE
+    # The tokens of one version are not those of the next: a span that names the wrong one would be seen.
+    wrong = [
+        row | {"weight_versions": [[(span[0] + 1) % PUSHES, *span[1:]] for span in row["weight_versions"]]} for row in rows
+    ]
+    assert recompute(wrong[:AGENTS], model_dir, weights_dir) > TOLERANCE
+
+
+def recompute(rows: Sequence[dict[str, Any]], model_dir: Path, weights_dir: Path) -> float:
+    """The largest difference, in nats, over all trained tokens of all rows."""
     import torch
 
     from examples.demo.recompute import largest_difference
 
     largest, tokens = largest_difference(rows, str(model_dir), weights_dir, dtype=torch.float32)
     assert tokens == sum(sum(row["loss_mask"]) for row in rows) > 0
-    assert largest < TOLERANCE
-    # The tokens of one version are not those of the next: a span that names the wrong one would be seen.
-    wrong = [
-        row | {"weight_versions": [[(span[0] + 1) % PUSHES, *span[1:]] for span in row["weight_versions"]]} for row in rows
-    ]
-    assert largest_difference(wrong[:AGENTS], str(model_dir), weights_dir, dtype=torch.float32)[0] > TOLERANCE
+    return largest
