@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,8 +27,9 @@ from tests.support.engine.routers import running_router
 from tests.support.engine.scripted_experts import experts_of
 from tests.support.engine.template_families import FAMILIES
 from tests.support.engine.vllm_server import running_vllm
+from tests.support.engine.weight_fixtures import Judge
 from tests.support.service.redis_server import RedisServer
-from tests.support.service.running_service import RunningService, Session, hanging_up, wait_until
+from tests.support.service.running_service import TRAINER, RunningService, Session, hanging_up, wait_until
 from trainer_client.wire import decode_trajectory
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -568,3 +570,35 @@ def test_the_plugin_behind_a_router_that_reads_json_alone_is_left_alone(
         read = [ask(session, stream, [user("?")]) for stream in (False, True)]
         assert read[0]["choices"] == read[1]["choices"]
         assert find_replica(service)["plugin"] is False
+
+
+def test_a_push_reaches_both_api_servers_and_each_token_is_of_the_version_it_names(
+    glm_server: VllmServer, tiny_model: Path, redis_url: str, tmp_path: Path
+) -> None:
+    """Last, since the engine keeps these weights. Replies in flight go on under them, whichever of the two takes a step or a call."""
+    from examples.demo.tiny_model import make_tiny_model
+
+    checkpoints, judge = [tiny_model, make_tiny_model(tmp_path / "seed1", seed=1)], Judge()
+    begun = partial(read_metric, glm_server, "time_to_first_token_seconds_count")
+    with RunningService(glm_server.url, redis_url) as service, ThreadPoolExecutor() as pool:
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "ready")
+        sessions, before = [service.session() for _ in range(4)], begun()
+        long = {"max_tokens": 600, "extra_body": {"ignore_eos": True}}
+        asked = [pool.submit(session.answer, "count", **long) for session in sessions]
+        wait_until(lambda: begun() == before + 4, 120, "each has a token")
+        push = {"version": 1, "path": str(checkpoints[1]), "mode": "keep"}
+        applied = service.request("POST", "/weights", TRAINER, json=push).json()
+        assert applied["applied"], applied
+        for answer in asked:
+            answer.result(120)
+        list(pool.map(lambda session: session.answer("and now?", max_tokens=20), sessions))
+        calls = [session.calls for session in sessions]
+        # A new connection each time, to either of the two.
+        labels = {httpx.get(f"{glm_server.url}/weight_info", verify=False).json()["weight_version"] for _ in range(12)}
+    assert labels == {"1"}
+    for first, second in calls:
+        assert [[version for version, _, _ in call["weight_versions"]] for call in (first, second)] == [[0, 1], [1]]
+        for call in (first, second):
+            for version, start, end in call["weight_versions"]:
+                recomputed = judge.logprobs(checkpoints[version], call["prompt_ids"], call["completion_ids"])
+                np.testing.assert_allclose(call["logprobs"][start:end], recomputed[start:end], rtol=0, atol=1e-4)
