@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from proxy.settings import Settings
 
 PROBE_SECONDS = 10.0
+V1 = "/v1"
 SHOWN_MODELS = 20
 SHOWN_CHARACTERS = 300
 KEY_FILE_FLAG = "--engine-api-key-file"
@@ -53,12 +54,14 @@ def check_engine(engine: str, client: httpx.Client, wanted: Collection[str | Non
     about = f"engine {url.rpartition('@')[2]}"
     if url.startswith("dns://"):
         return Check(about, "note", "the addresses of its name are not asked")
+    path = V1
     try:
-        answer = client.get(f"{url}/v1/models")
+        path, answer = _find_routes(client, url)
         if answer.is_success:
             models = [str(model["id"]) for model in answer.json()["data"]]
-            return _check_models(about, models, wanted, _find_version(client, url))
-        return _explain_refusal(about, client, url, answer)
+            at = "" if path == V1 else f"; calls go to {url}{path}/chat/completions"
+            return _check_models(about, models, wanted, _find_version(client, url) + at)
+        return _explain_refusal(about, client, url, path, answer)
     except httpx.ConnectError as error:
         if _is_about_trust(error):
             advice = "name its authority in VERBATIM_ENGINE_CA_FILE"
@@ -67,7 +70,30 @@ def check_engine(engine: str, client: httpx.Client, wanted: Collection[str | Non
     except httpx.HTTPError as error:
         return Check(about, "note", f"it does not answer yet: {error or type(error).__name__}", START)
     except (httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-        return Check(about, "fix", f"GET {url}/v1/models does not list models: {error}", START)
+        return Check(about, "fix", f"GET {url}{path}/models does not list models: {error}", START)
+
+
+def _find_routes(client: httpx.Client, url: str) -> tuple[str, httpx.Response]:
+    """Where the OpenAI routes stand under the URL, and the answer to GET models there. The service looks likewise (`Probe.read_models`)."""
+    answer = client.get(f"{url}{V1}/models")
+    if _lists_models(answer) or answer.is_server_error or _lacks(client, f"{url}/chat/completions"):
+        return V1, answer
+    at_base = client.get(f"{url}/models")
+    if _lists_models(at_base) or _lacks(client, f"{url}{V1}/chat/completions"):
+        return "", at_base
+    return V1, answer
+
+
+def _lists_models(answer: httpx.Response) -> bool:
+    try:
+        listed = answer.json() if answer.is_success else None
+    except ValueError:
+        return False
+    return isinstance(listed, dict) and isinstance(listed.get("data"), list)
+
+
+def _lacks(client: httpx.Client, url: str) -> bool:
+    return client.post(url, json={}).status_code in (404, 405)
 
 
 def _check_models(about: str, models: list[str], wanted: Collection[str | None], version: str) -> Check:
@@ -91,7 +117,7 @@ def _find_version(client: httpx.Client, url: str) -> str:
         return "not vLLM"
 
 
-def _explain_refusal(about: str, client: httpx.Client, url: str, answer: httpx.Response) -> Check:
+def _explain_refusal(about: str, client: httpx.Client, url: str, path: str, answer: httpx.Response) -> Check:
     """Why it lists no models, in its own words."""
     said = f"HTTP {answer.status_code}: {_words(client, answer)}"
     if answer.status_code in (401, 403):
@@ -104,12 +130,14 @@ def _explain_refusal(about: str, client: httpx.Client, url: str, answer: httpx.R
         return Check(about, "note", f"it does not answer yet: {said}", START)
     if answer.status_code in (404, 405):
         # A server may have calls and no list.
-        asked = client.post(f"{url}/v1/chat/completions", json={})
-        if asked.status_code not in (404, 405):
+        if path != V1 or not _lacks(client, f"{url}{V1}/chat/completions"):
             return Check(about, "ok", "lists no models")
-        advice = f"correct the URL: calls go to {url}/v1/chat/completions; it may be given with /v1 at its end or without"
+        advice = (
+            f"correct the URL: calls go to {url}/v1/chat/completions or {url}/chat/completions; it may be given with /v1 at its end or "
+            "without"
+        )
         return Check(about, "fix", f"it has no /v1/models and no /v1/chat/completions: {said}", advice)
-    return Check(about, "fix", f"GET {url}/v1/models was refused: {said}", "correct the URL or the key")
+    return Check(about, "fix", f"GET {url}{path}/models was refused: {said}", "correct the URL or the key")
 
 
 def _words(client: httpx.Client, answer: httpx.Response) -> str:

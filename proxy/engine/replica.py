@@ -218,6 +218,8 @@ class Replica:
     url: str
     policy: str = ""
     api: str | None = None
+    api_path: str = "/v1"
+    """Where its OpenAI routes stand under its URL: /v1 or, as at Gemini's `/v1beta/openai`, nothing more."""
     healthy: bool = False
     reason: str = "it was not reached yet"
     alive: bool = False

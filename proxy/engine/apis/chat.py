@@ -1,7 +1,7 @@
 """Any OpenAI-compatible server, with a request for token ids and logprobs along with the text.
 
 The server renders the messages itself, so a later turn is not sampled after the very ids of an earlier one: where its rendering
-happens to begin with them the row goes on, elsewhere it branches. A prompt in place of messages goes to `/v1/completions`; if it is ids,
+happens to begin with them the row goes on, elsewhere it branches. A prompt in place of messages goes to `completions`; if it is ids,
 the engine samples after exactly those. Calls without returned ids are recorded as such and never trained. Such a server reports no
 weight versions: the version is the replica's before the call if it still is after it, otherwise unknown.
 
@@ -117,7 +117,7 @@ class OpenAiChat(EngineKind):
         emit: Emit,
     ) -> None:
         stream, headers = body["stream"], {"x-request-id": job.call_id}
-        path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+        path = f"{replica.api_path}/{'completions' if 'prompt' in body else 'chat/completions'}"
         begun = not stream
 
         def take(answer: _Answer) -> None:

@@ -63,7 +63,7 @@ class EngineKinds:
         probe = Probe(self._http.probing, replica.url)
         with _report_failures():
             models, fresh = replica.models, not replica.alive or replica.api is None
-            await probe.read_models(replica)
+            await probe.read_models(replica, fresh=fresh)
             await probe.check_health()
             if fresh or await self._is_another(probe, replica, models):
                 before, replica.identity = replica.identity, None

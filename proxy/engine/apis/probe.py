@@ -22,6 +22,9 @@ PROBE_TIMEOUT = aiohttp.ClientTimeout(total=30.0, sock_connect=5.0)
 _RETRY_LATER = (429, 502, 503, 504)
 """Answers that say nothing about an endpoint."""
 
+V1 = "/v1"
+"""Where the OpenAI routes of most servers stand."""
+
 _SHOWN = 64
 """Characters of a version, and of what stands in its place."""
 
@@ -101,23 +104,47 @@ class Probe:
         mode = modes.pop() if len(modes) == 1 else None
         return mode if isinstance(mode, str) else None
 
-    async def read_models(self, replica: Replica) -> None:
-        """Store on the replica which models it serves. Raises EngineUnavailable if it refuses, ValueError for a malformed list."""
-        async with self._ask("GET", "/v1/models") as response:
-            if response.status in (401, 403):
-                raise EngineUnavailable(f"it refuses the engine API key (HTTP {response.status})")
-            if response.status >= 500:
-                raise EngineUnavailable(f"GET /v1/models answered HTTP {response.status}")
-            if response.status != 200 and replica.names:
-                raise EngineUnavailable(f"GET /v1/models answered HTTP {response.status}, but listed its models before")
-            # A plain server may have only /v1/chat/completions: then any answer is a sign of life.
-            answer = await response.json(content_type=None) if response.status == 200 else {}
+    async def read_models(self, replica: Replica, *, fresh: bool = False) -> None:
+        """Store on the replica which models it serves and, if it is met now (`fresh`), where its OpenAI routes stand. Raises
+        EngineUnavailable if it refuses, ValueError for a malformed list."""
+        path = V1 if fresh else replica.api_path
+        status, text = await self._list_models(path)
+        if fresh and not _lists_models(status, text):
+            path, (status, text) = await self._find_api_path(status, text)
+        replica.api_path, route = path, f"{path}/models"
+        if status in (401, 403):
+            raise EngineUnavailable(f"it refuses the engine API key (HTTP {status})")
+        if status >= 500:
+            raise EngineUnavailable(f"GET {route} answered HTTP {status}")
+        if status != 200 and replica.names:
+            raise EngineUnavailable(f"GET {route} answered HTTP {status}, but listed its models before")
         try:
-            cards = answer.get("data", [])
+            # A plain server may have only chat/completions: then any answer is a sign of life.
+            cards = json.loads(text).get("data", []) if status == 200 else []
             _read_cards(replica, cards)
             self.owner = str(cards[0].get("owned_by") or "") if cards else ""
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError("GET /v1/models did not answer with a list of models") from error
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"GET {route} did not answer with a list of models") from error
+
+    async def _find_api_path(self, status: int, text: str) -> tuple[str, tuple[int, str]]:
+        """The path of the OpenAI routes, and the answer to GET models there, of a server whose answer to GET /v1/models is no list.
+
+        The path is "" only if chat/completions is there: what else lists models may be no API."""
+        under_v1 = V1, (status, text)
+        if status >= 500 or await self._lacks("/chat/completions"):
+            return under_v1
+        answer = await self._list_models("")
+        if _lists_models(*answer) or await self._lacks(f"{V1}/chat/completions"):
+            return "", answer
+        return under_v1
+
+    async def _list_models(self, path: str) -> tuple[int, str]:
+        """HTTP status and body."""
+        async with self._ask("GET", f"{path}/models") as response:
+            return response.status, await response.text(errors="replace")
+
+    async def _lacks(self, route: str) -> bool:
+        return await self.status("POST", route) in (404, 405)
 
     async def check_health(self) -> None:
         """vLLM answers 503 when the engine behind its server is dead. A server without the route is not judged by it."""
@@ -151,6 +178,14 @@ def trace_connections() -> aiohttp.TraceConfig:
 
 UNKNOWN = "unknown"
 """The one model that sglang-router lists of engines other than SGLang's, and that none of them serves."""
+
+
+def _lists_models(status: int, text: str) -> bool:
+    try:
+        answer = json.loads(text) if status == 200 else None
+    except ValueError:
+        return False
+    return isinstance(answer, dict) and isinstance(answer.get("data"), list)
 
 
 def _read_cards(replica: Replica, cards: list[dict[str, Any]]) -> None:

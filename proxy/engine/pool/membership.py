@@ -25,7 +25,10 @@ Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 """(name, port) -> its addresses as text. Raises OSError if the name cannot be resolved now."""
 
 RESOLVE_SECONDS = 5.0
-_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/inference/v1/generate", "/generate")
+_ROUTES = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/models", "/inference/v1/generate", "/generate"),
+    *("/chat/completions", "/completions"),
+)
 _POLICY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]{0,199}")
 
 

@@ -133,6 +133,20 @@ def test_the_check_of_an_engine_says_what_it_answered(vendor: StrictServer, auth
     assert state == "fix" and "it refuses calls without a key: HTTP 401: Incorrect API key provided" in found
 
 
+@pytest.mark.parametrize("base", ["/v1beta/openai", "/api/paas/v4"])
+def test_the_check_finds_the_routes_of_a_base_without_v1(base: str) -> None:
+    with StrictServer(models=("small", MODEL), base=base) as server:
+        url = f"{server.url}{base}"
+        serves = f"serves small, large; not vLLM; calls go to {url}/chat/completions; "
+        assert check(url, MODEL) == check(f"{url}/", MODEL) == ("ok", serves)
+        state, found = check(url, MODEL, key="sk-wrong")
+        assert state == "fix" and "it refuses the key: HTTP 401: Incorrect API key provided: Bearer …." in found
+        state, found = check(f"{url}/chat", MODEL)
+        assert state == "fix" and f"correct the URL: calls go to {url}/chat/v1/chat/completions or {url}/chat/chat/" in found
+    with StrictServer(lists_models=False, base=base) as server:
+        assert check(f"{server.url}{base}", MODEL) == ("ok", "lists no models; ")
+
+
 def test_an_engine_that_is_busy_or_not_there_yet_is_waited_for() -> None:
     with StrictServer(lists_models=False) as server:
         assert check(server, MODEL) == ("ok", "lists no models; ")

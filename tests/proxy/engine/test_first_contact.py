@@ -55,11 +55,11 @@ class Spoiled(ScriptedEngine):
 
 
 @asynccontextmanager
-async def meeting(engine: ScriptedEngine) -> AsyncIterator[tuple[EngineKinds, Replica]]:
-    """The kinds, and a replica that is alive after each contact, as the pool's is."""
+async def meeting(engine: ScriptedEngine, base: str = "") -> AsyncIterator[tuple[EngineKinds, Replica]]:
+    """The kinds, and a replica that is alive after each contact, as the pool's is. `base`: what its URL goes on with."""
     with engine:
         async with aiohttp.ClientSession() as http, aiohttp.ClientSession(trace_configs=[trace_connections()]) as probing:
-            yield kinds(http, False, probing), replica_at(engine.url)
+            yield kinds(http, False, probing), replica_at(engine.url + base)
 
 
 async def meet(engine: ScriptedEngine, asked: str = "auto") -> Replica:
@@ -73,6 +73,56 @@ async def meet_unreadable(engine: ScriptedEngine, asked: str = "auto") -> str:
         with pytest.raises(Unreadable) as raised:
             await known.contact(replica, asked)
         return raised.value.message
+
+
+@pytest.mark.parametrize("lists_models", [True, False])
+@pytest.mark.parametrize(
+    ("given", "base", "api_path"),
+    [
+        ("/v1beta/openai", "/v1beta/openai", ""),
+        ("/api/paas/v4/", "/api/paas/v4", ""),
+        ("", "", ""),
+        ("/gateway", "/gateway/v1", "/v1"),
+        ("/gateway/v1", "/gateway/v1", "/v1"),
+    ],
+)
+async def test_the_openai_routes_are_found_under_the_base_with_v1_and_without(
+    given: str, base: str, api_path: str, lists_models: bool
+) -> None:
+    """Without /v1 every call was answered 404."""
+    server = StrictServer(key="", base=base, lists_models=lists_models)
+    async with meeting(server, given) as (known, replica):
+        await known.contact(replica, "auto")
+        assert (replica.api, replica.api_path, replica.sample.was_read) == ("chat", api_path, True)
+        assert replica.models == (("policy",) if lists_models else ())
+        replica.alive, server.received = True, []
+        await known.contact(replica, "auto")
+        assert f"{base}/models" in server.paths() and not [path for path in server.paths() if path.endswith("completions")]
+
+
+@pytest.mark.parametrize(
+    ("base", "others", "api_path"),
+    [("/api", ["/api/v1/models"], ""), ("/v1", ["/models"], "/v1")],
+    ids=["a page where the list would be", "a list without calls"],
+)
+async def test_the_routes_stand_where_calls_are_taken(base: str, others: list[str], api_path: str) -> None:
+    server = StrictServer(key="", base=base, lists_models=base != "/v1")
+    for path in others:
+        server._routes["GET", path] = _show_page if base != "/v1" else server._list
+    async with meeting(server, base) as (known, replica):
+        await known.contact(replica, "chat")
+        assert (replica.api_path, replica.sample.was_read) == (api_path, True)
+
+
+async def _show_page(exchange: Exchange, body: Any) -> None:
+    await exchange.answer_text(PAGE.decode())
+
+
+async def test_vllm_is_asked_for_its_models_once_and_nowhere_else() -> None:
+    engine = ScriptedEngine("qwen3")
+    await meet(engine)
+    asked = [path for path in engine.paths() if path.endswith(("/models", "/chat/completions"))]
+    assert asked == ["/v1/models"]
 
 
 @pytest.mark.parametrize(("asked", "path"), [("token", GENERATE), ("chat", CHAT)])

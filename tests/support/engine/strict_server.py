@@ -102,7 +102,7 @@ class StrictServer(ScriptedEngine):
 
     def bodies(self) -> list[dict[str, Any]]:
         """Those of the calls, refused ones among them."""
-        return [request.body for request in self.received if request.path.endswith("/chat/completions")]
+        return [request.body for request in self.received if request.path.endswith("/chat/completions") and request.body]
 
     def _guard(self, route: Route) -> Route:
         async def answer(exchange: Exchange, body: Any) -> None:
@@ -120,6 +120,8 @@ class StrictServer(ScriptedEngine):
     async def _answer(self, exchange: Exchange, body: Any) -> None:
         if self.is_aside(exchange.headers):
             return await self._chat(exchange, {**body, "model": self.model})
+        if not body:
+            return await exchange.answer(_error("you must provide a model parameter")[1], 400)
         if self._busy:
             told = _error("Rate limit reached for requests per min (RPM): Limit 3, Used 3.")[1]
             return await exchange.answer(told, 429, {"retry-after": self._busy.popleft()})

@@ -29,10 +29,10 @@ OWN = {"return_token_ids", "logprobs", "top_logprobs"}
 
 
 @contextmanager
-def serving(server: ScriptedEngine, redis_server: RedisServer, **settings: Any) -> Iterator[RunningService]:
+def serving(server: ScriptedEngine, redis_server: RedisServer, base: str = "", **settings: Any) -> Iterator[RunningService]:
     redis_server.flushall()
     settings = {"engine_api": "chat", "engine_api_key": SecretStr(KEY), **settings}
-    with server, RunningService(server.url, redis_server.url, **settings) as service:
+    with server, RunningService(server.url + base, redis_server.url, **settings) as service:
         yield service
 
 
@@ -208,6 +208,27 @@ def test_a_wait_that_is_longer_than_a_call_may_queue_is_the_harnesss(redis_serve
         assert (raised.value.status_code, raised.value.response.headers["retry-after"]) == (503, "3600")
         assert "too busy (HTTP 429): Rate limit reached for requests per min (RPM): Limit 3, Used 3." in raised.value.message
         assert session.calls == [] and len(server.bodies()) == 1
+
+
+def test_calls_go_to_the_routes_of_a_base_without_v1(redis_server: RedisServer) -> None:
+    """Gemini's base URL ends in /v1beta/openai: each call was answered 404."""
+    base = "/v1beta/openai"
+    server = StrictServer(
+        words="gemini", base=base, refuses=("logprobs", "top_logprobs"), models=("models/small", "models/large")
+    )
+    with serving(server.say("one", "two"), redis_server, base, engine_api="auto") as service:
+        session = service.session()
+        asked = {"model": "models/large", "messages": [{"role": "user", "content": "q"}]}
+        assert session.client.chat.completions.create(**asked).choices[0].message.content == "one"
+        assert assemble(session.client.chat.completions.create(**asked, stream=True))["content"] == "two"
+        assert [call["status"] for call in session.calls] == ["finished", "finished"]
+        assert {body["model"] for body in server.bodies()} == {"models/large"}
+        replica = describe(service)
+        assert (replica["status"], replica["models"]) == ("serving", ["models/small", "models/large"])
+        with pytest.raises(openai.BadRequestError) as raised:
+            session.client.completions.create(model="models/large", prompt="q")
+        assert "takes no prompts without messages" in raised.value.message
+        assert server.paths()[-1] == f"{base}/completions"
 
 
 ADDED = ("return_token_ids", "logprobs", "top_logprobs", "prompt_logprobs", "stream_options")
