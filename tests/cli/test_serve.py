@@ -58,6 +58,7 @@ def engine() -> Iterator[ScriptedService]:
     """A plain server that knows /v1/chat/completions and takes its time."""
     with serving(ScriptedService()) as service:
         service.script("GET /v1/models", json_answer({"object": "list", "data": [{"id": "policy", "object": "model"}]}))
+        service.script("POST /v1/chat/completions", json_answer(REPLY))
         yield service
 
 

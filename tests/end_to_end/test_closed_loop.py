@@ -583,7 +583,7 @@ def test_new_weights_reach_the_engine_in_mid_reply_and_every_token_knows_its_own
             for reply in replies:
                 reply.join()
             for call in session.calls[-2:]:
-                assert len(call["weight_versions"]) == 2, (call["weight_versions"], sampled(engine))
+                assert len(call["weight_versions"]) == 2, (call, sampled(engine))
                 (first, begin, turn), (second, again, end) = call["weight_versions"]
                 assert (first, second) == (version - 1, version)
                 assert 0 == begin < turn == again < end == len(call["completion_ids"]) == tokens

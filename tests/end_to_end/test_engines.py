@@ -6,12 +6,11 @@ Afterwards every trained token of every row is recomputed by transformers under 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -230,14 +229,28 @@ def sessions_of(service: RunningService, urls: Sequence[str], url: str, number: 
 
 @contextmanager
 def standing_still(engine: VllmServer) -> Iterator[None]:
-    """The process that samples is stopped inside the block; its log names it."""
-    named = re.search(r"\(EngineCore\w* pid=(\d+)\)", engine.log.read_text(errors="replace"))
-    assert named, engine.log_tail()
-    os.kill(int(named[1]), signal.SIGSTOP)
+    """The process that samples is stopped inside the block, the one that serves goes on."""
+    cores = [pid for pid in group_of(engine) if pid != engine.pid]
+    assert cores, engine.log_tail()
+    for pid in cores:
+        os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
-        os.kill(int(named[1]), signal.SIGCONT)
+        for pid in cores:
+            os.kill(pid, signal.SIGCONT)
+
+
+def group_of(engine: VllmServer) -> list[int]:
+    """The engine's own processes."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            about, command = (folder / "stat").read_text(), (folder / "cmdline").read_bytes()
+            # After the name, in brackets: state, parent, group.
+            if int(about.rpartition(")")[2].split()[2]) == engine.pid and b"resource_tracker" not in command:
+                found.append(int(folder.name))
+    return found
 
 
 def status_of(service: RunningService, url: str) -> str:

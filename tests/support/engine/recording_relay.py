@@ -112,7 +112,10 @@ class RecordingRelay:
         self._loop.close()
 
     async def _start(self) -> None:
-        self._client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=300))
+        # The engine may close an idle connection just as the next request goes out.
+        self._client = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=aiohttp.ClientTimeout(total=300)
+        )
         app = web.Application(client_max_size=2**28)
         app.router.add_route("*", "/{path:.*}", self._relay)
         # A handler must end when the service hangs up: so must the engine's request behind it.

@@ -1,7 +1,8 @@
 """A real vLLM that samples what a test tells it, by `--logits-processors tests.support.engine.told_tokens:ToldTokens`.
 
 `told.json` in the model's folder holds the replies, a list of ids each. A request gets the first that none has had; one that comes when
-none is left samples freely. Logprobs are the model's own, since vLLM takes raw ones before any processor.
+none is left samples freely, and so does one for a single token, as first contact asks for. Logprobs are the model's own, since vLLM
+takes raw ones before any processor.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class ToldTokens(AdapterLogitsProcessor):  # type: ignore[misc]
         return False
 
     def new_req_logits_processor(self, params: Any) -> Any:
-        if not self._replies:
+        if not self._replies or params.max_tokens == 1:
             return None
         reply = self._replies.pop(0)
 

@@ -51,7 +51,9 @@ def error_answer(status: int, code: str, message: str, **headers: str) -> Answer
 
 
 class ScriptedService:
-    """Answers `METHOD /path` with the scripted answers in turn; the last one stays. Unscripted: 404."""
+    """Answers `METHOD /path` with the scripted answers in turn; the last one stays. Unscripted: 404.
+
+    A service's first contact is answered by the next answer at once; it takes none away, and is kept out of what was received."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -82,12 +84,14 @@ class ScriptedService:
             content, more = content + message.get("body", b""), message.get("more_body", False)
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
         request = Received(scope["method"], scope["path"], headers, json.loads(content) if content else None)
-        queue = self._answers[f"{request.method} {request.path}"]
-        answer = queue.popleft() if len(queue) > 1 else queue[0] if queue else error_answer(404, "not_found", "no script")
-        with self._arrived:
-            self.received.append(request)
-            self._arrived.notify_all()
-        await self._delay(answer.delay_seconds)
+        queue, aside = self._answers[f"{request.method} {request.path}"], "x-verbatim-contact" in headers
+        takes = len(queue) > 1 and not aside
+        answer = queue.popleft() if takes else queue[0] if queue else error_answer(404, "not_found", "no script")
+        if not aside:
+            with self._arrived:
+                self.received.append(request)
+                self._arrived.notify_all()
+            await self._delay(answer.delay_seconds)
         if answer.drop:
             # A response that is begun and never completed makes uvicorn close the connection.
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"9")]})
