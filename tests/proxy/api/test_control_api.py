@@ -39,6 +39,7 @@ class ScriptedPool:
 
     answer: tuple[bool, str] = (True, "")
     policy_names: set[str] = field(default_factory=set)
+    replicas: list[Any] = field(default_factory=list)
 
     def ready(self) -> tuple[bool, str]:
         return self.answer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,7 +41,7 @@ class ScriptedWeights:
         self.updating = False
         self.loaded: dict[str, Any] = {
             **{"whole": True, "path": None, "version": None, "updates": 0, "error": None},
-            **{"group": None, "claimed_by": None, "logprob_mode": "raw_logprobs"},
+            **{"group": None, "claimed_by": None, "logprob_mode": "raw_logprobs", "engine": uuid.uuid4().hex},
         }
         self.refuse_check: str | None = None
         self.refuse_update: str | None = None
@@ -163,8 +164,7 @@ class ScriptedWeights:
             return
         updates = self.loaded["updates"] + 1
         loaded = {"whole": True, "path": info.get("path"), "version": info.get("version"), "updates": updates, "error": None}
-        loaded |= {"group": self.loaded.get("group"), "claimed_by": None, "logprob_mode": self.loaded.get("logprob_mode")}
-        self.loaded, self._received = loaded, True
+        self.loaded, self._received = {**self.loaded, **loaded, "claimed_by": None}, True
         await self._held("update", done=True)
         await exchange.answer({"message": "Weights updated"})
 
