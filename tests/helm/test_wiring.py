@@ -250,7 +250,7 @@ def test_engines_are_scaled_by_the_calls_that_wait_for_them_or_are_at_them(tmp_p
     }
     assert trigger["metadata"]["threshold"] == "48"
     (gauges,) = re.findall('__name__=~"([^"]+)"', trigger["metadata"]["query"])
-    replica = SimpleNamespace(name="10.0.0.1:8000", policy="", healthy=True, in_flight=2)
+    replica = SimpleNamespace(name="10.0.0.1:8000", policy="", healthy=True, stalled=False, in_flight=2)
     numbers = EngineNumbers(lambda: [replica], lambda: {"": 3})  # type: ignore[list-item]
     shown = {family.name: family.samples[0].labels for family in numbers.collect()}
     assert all(shown[gauge]["policy"] == "" for gauge in gauges.split("|"))

@@ -33,6 +33,7 @@ _AGAIN = 2
 """At every visit afterwards."""
 _SESSIONS = tuple(f"verbatim-{number}" for number in range(16))
 """Few, since routers count sessions per engine."""
+_RANDOM = random.Random()
 _REMEMBERED = 64
 _LIST = "list"
 _LISTED = 8
@@ -156,7 +157,7 @@ async def _ask(http: EngineHttp, replica: Replica, source: Source, times: int) -
             content = await http.hear(replica, path + session, session, source.body)
             return "" if content is None else source.read(content)
 
-        first, *others = random.sample(_SESSIONS, times)
+        first, *others = _RANDOM.sample(_SESSIONS, times)
         # A server that has no such route is asked once.
         if said := await ask(first):
             return [said, *filter(None, await asyncio.gather(*map(ask, others)))]
