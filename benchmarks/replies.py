@@ -73,7 +73,10 @@ def answers(size: Size, stream: bool) -> dict[str, bytes]:
     else:
         chat, generate = {"chat.json": _json(made.chat())}, {"generate.json": _json(made.generate())}
     shared = {"models.json": _json(made.models()), "render.json": _json(made.render()), "derender.json": _json(made.derender())}
-    plugin = {"about.json": msgspec.json.encode(About(PROTOCOL, "0.32")), "sample.frames": b"".join(made.frames(stream))}
+    plugin = {
+        "about.json": msgspec.json.encode(About(PROTOCOL, "0.32", "static")),
+        "sample.frames": b"".join(made.frames(stream)),
+    }
     return shared | chat | generate | plugin
 
 
