@@ -185,7 +185,8 @@ def test_an_engine_that_another_service_pushes_into_is_not_stalled(database: int
     """A process on the same store, or on another one, in keep mode: calls in flight wait with the engine, and go on with it."""
     others = redis_url.removesuffix("/0") + f"/{database}"
     with (
-        running(redis_url, 1) as ((engine,), service),
+        # Between the last token and the pause a slow machine may stand for a while.
+        running(redis_url, 1, engine_stall_seconds=1.5) as ((engine,), service),
         RunningService(engine.url, others) as other,
         ThreadPoolExecutor() as pool,
     ):
