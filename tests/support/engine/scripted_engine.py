@@ -206,7 +206,7 @@ class ScriptedEngine:
 
     def reply_to(self, generation: Generation, index: int) -> Reply:
         if self.is_aside(generation.headers):
-            return random_reply(self.family, generation, index)
+            return Say(token_ids=[self.family.end_id])
         reply: Reply | str | None = self.script(generation, index) if self.script else None
         if reply is None and self._replies:
             reply = self._replies.popleft()
