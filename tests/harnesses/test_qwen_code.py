@@ -19,7 +19,7 @@ CLI = Cli(
     # A command's result names its process group.
     fork_policy="minted",
     # It asks once more with a higher limit, then repairs the arguments and makes the call.
-    malformed=(None, None, "repeated", "edited", None, None),
+    malformed=(None, None, "edited", None, None),
     # What breaks within a reply ends it, though the same request would be made again after a 500.
     survives_broken_reply=False,
     survives_hang_up=False,
