@@ -75,6 +75,8 @@ def verbatim_token(engine_url: str, folder: Path) -> Iterator[Proxy]:
 @contextmanager
 def verbatim_plugin(engine_url: str, folder: Path) -> Iterator[Proxy]:
     with verbatim(f"{engine_url}{nginx.WITH_PLUGIN}", folder, "token") as proxy:
+        (replica,) = request(proxy.url, "GET", "/engines")["replicas"]
+        assert replica["plugin"], replica["notes"]
         yield replace(proxy, name="verbatim, token path with the plugin")
 
 

@@ -34,9 +34,13 @@ http {{
   {http}
 }}
 """
-# A file is given to GET only, and an error's page is always asked for with GET. A service that looks for routes posts two bytes, {{}}.
+# A file is given to GET only, and an error's page is always asked for with GET. A service that looks for routes posts a byte or two, and
+# takes the plugin for there if it is refused in vLLM's words.
 _ROUTE = """
-    location = {path} {{ if ($content_length = 2) {{ return 400; }} error_page 418 =200 /{file}; return 418; }}"""
+    location = {path} {{
+      if ($content_length ~ "^[12]$") {{ return 400 '{{"error":{{"code":400}}}}'; }}
+      error_page 418 =200 /{file}; return 418;
+    }}"""
 _UPSTREAM = """
   server {{
     listen 127.0.0.1:{port} backlog=4096; root {folder};{routes}

@@ -137,11 +137,13 @@ class EngineUnavailable(Unavailable):
 
 
 class EngineBusy(EngineUnavailable):
-    """`seconds`: how long the engine asks to wait."""
+    """`retry_after_seconds`: how long the engine asks to wait."""
 
-    def __init__(self, message: str, seconds: float) -> None:
+    retry_after_seconds: float
+
+    def __init__(self, message: str, retry_after_seconds: float) -> None:
         super().__init__(message)
-        self.retry_after_seconds = self.seconds = seconds
+        self.retry_after_seconds = retry_after_seconds
 
 
 class EngineFailed(Unavailable):

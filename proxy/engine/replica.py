@@ -266,8 +266,10 @@ class Replica:
     """What an operator should know about it though it may serve: by topic, a sentence of which it is the subject."""
 
     def note(self, topic: str, sentence: str) -> None:
-        """Tell that about this replica: in the log once, in `GET /engines` while it holds."""
-        if self.notes.get(topic) != sentence:
+        """Tell that about this replica, in the log once and in `GET /engines` while it holds; "" once it no longer does."""
+        if not sentence:
+            self.notes.pop(topic, None)
+        elif self.notes.get(topic) != sentence:
             self.notes[topic] = sentence
             log.warning("engine %s %s", self.name, sentence)
 
@@ -277,7 +279,7 @@ class Replica:
         self.returns_ids.clear()
         self.trainable = True
         for topic in ("fields", "ids", "thinking"):
-            self.forget_note(topic)
+            self.note(topic, "")
 
     def see_ids(self, there: bool | None, *, streamed: bool) -> None:
         """Tell whether a reply had token ids and logprobs; None: it does not show. Without them calls are served and never trained."""
@@ -287,16 +289,12 @@ class Replica:
         self.trainable = any(self.returns_ids.values())
         lacking = [streamed for streamed, there in self.returns_ids.items() if not there]
         if not lacking:
-            self.forget_note("ids")
+            self.note("ids", "")
         elif self.trainable:
             where = "in streams" if lacking[0] else "in whole replies"
             self.note("ids", f"returns no token ids, or no logprobs, {where}: those calls are served and never trained")
         else:
             self.note("ids", "returns no token ids, or no logprobs: its calls are served and never trained")
-
-    def forget_note(self, topic: str) -> None:
-        """It no longer holds."""
-        self.notes.pop(topic, None)
 
     def precedes(self, version: tuple[int, ...]) -> bool:
         """Whether its own version is older; False if it does not say which it is."""

@@ -101,10 +101,7 @@ class EngineKinds:
         kind = await self.detect(probe, asked)
         await _find_version(kind, probe, replica)
         replica.updatable = await kind.takes_weights(probe)
-        if replica.updatable:
-            replica.forget_note(_WEIGHTS)
-        else:
-            replica.note(_WEIGHTS, f"takes no new weights: {kind.no_weights}")
+        replica.note(_WEIGHTS, "" if replica.updatable else f"takes no new weights: {kind.no_weights}")
         replica.logprob_mode = await kind.find_logprob_mode(probe) if replica.updatable else None
         replica.plugin = await kind.find_plugin(probe, replica)
         replica.api, replica.loads_adapters = kind.name, None
@@ -144,14 +141,14 @@ class EngineKinds:
             replica.note(_UNREAD, f"{slow}: it serves, and is asked again at the next visit")
             return
         except EngineBusy as error:
-            sample.again_at = now + error.seconds
+            sample.again_at = now + error.retry_after_seconds
             replica.note(_UNREAD, f"sampled no token when it was met: it serves, and is asked again later ({error.message})")
             return
         except NotReadable as error:
             sample.failed, sample.again_at = _describe(kind, replica, error), now + ASK_AGAIN_SECONDS
             raise Unreadable(sample.failed) from error
         sample.was_read, sample.failed = True, ""
-        replica.forget_note(_UNREAD)
+        replica.note(_UNREAD, "")
 
 
 @contextlib.contextmanager
@@ -180,7 +177,7 @@ async def _find_version(kind: EngineKind, probe: Probe, replica: Replica) -> Non
             _VERSION, f"is {versions.program} {replica.version}, and {known}: its first answer is read, the rest is unproven"
         )
     else:
-        replica.forget_note(_VERSION)
+        replica.note(_VERSION, "")
 
 
 async def _is_paused(kind: EngineKind, replica: Replica) -> bool:

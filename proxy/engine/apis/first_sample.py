@@ -53,13 +53,10 @@ async def read_sample(kind: EngineKind, replica: Replica, logprob_mode: str) -> 
         except VerbatimError as error:
             failures.append(error)
         else:
-            _note(
-                replica,
-                _MESSAGES,
-                f"refuses messages ({failures[0].message}): it serves prompts alone" if request.prompt else "",
-            )
+            refuses = f"refuses messages ({failures[0].message}): it serves prompts alone" if request.prompt else ""
+            replica.note(_MESSAGES, refuses)
             streams = request.stream or request.prompt is not None
-            _note(replica, _STREAMS, "" if streams else f"answers no stream that can be read: {failures[0].message}")
+            replica.note(_STREAMS, "" if streams else f"answers no stream that can be read: {failures[0].message}")
             if request.stream and not outcome.returns_ids:
                 # Some return ids with whole replies alone.
                 with contextlib.suppress(VerbatimError):
@@ -75,13 +72,6 @@ async def read_sample(kind: EngineKind, replica: Replica, logprob_mode: str) -> 
         replica.note(_MODELS, f"was not read before its first call: {why}")
         return
     raise NotReadable(failures[0].message) from failures[0]
-
-
-def _note(replica: Replica, topic: str, sentence: str) -> None:
-    if sentence:
-        replica.note(topic, sentence)
-    else:
-        replica.forget_note(topic)
 
 
 def _ask_with_messages(replica: Replica, *, stream: bool) -> Request:
@@ -145,5 +135,5 @@ async def _check_turn_end(kind: EngineKind, replica: Replica, request: Request) 
             try:
                 wanted = steps.send(rendered)
             except StopIteration as stop:
-                _note(replica, TURN_END, "" if stop.value is not None else TURN_END_UNKNOWN)
+                replica.note(TURN_END, "" if stop.value is not None else TURN_END_UNKNOWN)
                 return

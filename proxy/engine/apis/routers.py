@@ -89,7 +89,7 @@ async def look_behind(http: EngineHttp, replica: Replica, sources: Sequence[Sour
     if fresh:
         replica.router = False
         replica.sightings.clear()
-        replica.forget_note(TOPIC)
+        replica.note(TOPIC, "")
     if not replica.router:
         evidence = await _find_engines(http, replica, sources, thorough=thorough)
         if evidence:

@@ -75,7 +75,7 @@ async def find_plugin(http: EngineHttp, probe: Probe, replica: Replica) -> bool:
         if refused := await http.try_frames(replica, SAMPLE):
             _note_refused(replica, refused)
             return False
-        replica.forget_note(NOTE)
+        replica.note(NOTE, "")
         return True
     if protocol is not None:
         why = f"it speaks protocol {protocol} and this service {PROTOCOL}; install the same release of Verbatim on both sides"
@@ -85,7 +85,7 @@ async def find_plugin(http: EngineHttp, probe: Probe, replica: Replica) -> bool:
             f"it adds no routes to this vLLM {version} (it was checked with {' and '.join(CHECKED)}); the engine's log says why"
         )
     else:
-        replica.forget_note(NOTE)
+        replica.note(NOTE, "")
         return False
     replica.note(NOTE, f"takes calls over vLLM's own routes: the plugin is installed, but {why}")
     return False

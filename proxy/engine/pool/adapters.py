@@ -35,13 +35,13 @@ def follow_adapters(host: Replica, replicas: Sequence[Replica], membership: Memb
         if taken := _find_holder(host, name, policy, replicas, {spec.policy for spec in membership.specs}):
             host.note(f"adapter {name}", f"lists the adapter {name!r}, which gets no calls: {taken}")
             continue
-        host.forget_note(f"adapter {name}")
+        host.note(f"adapter {name}", "")
         host.adapters.append(Replica(host.name, host.url, policy, adapter=name, base=host, models=(name,), names=(name,)))
     if len(listed) > 1 and not host.policy:
         named = ", ".join(listed)
         host.note("adapters", f"has several adapters ({named}): a call for a name that no model has goes to the base model")
     else:
-        host.forget_note("adapters")
+        host.note("adapters", "")
     for replica in host.adapters:
         replica.listed = replica.adapter in listed
         replica.updatable = bool(host.loads_adapters) and not host.router

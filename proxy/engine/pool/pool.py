@@ -400,7 +400,7 @@ class Placement:
         if not isinstance(error, EngineBusy):
             return False
         # An engine that says "at once" again and again is asked less and less often.
-        seconds = max(error.seconds, min(LONGEST_PAUSE, FIRST_PAUSE * 2**self._waits))
+        seconds = max(error.retry_after_seconds, min(LONGEST_PAUSE, FIRST_PAUSE * 2**self._waits))
         if not self._pool.may_wait(self._waited + seconds):
             return False
         self._release()

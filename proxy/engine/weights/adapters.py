@@ -106,7 +106,7 @@ def switch(replica: Replica, served: Served, *, cut: bool) -> None:
     before, same = replica.served, replica.served == served
     replica.weight_version = served.version
     if served.version is not None:
-        replica.forget_note(REPLACED)
+        replica.note(REPLACED, "")
     if same:
         return
     replica.served = served

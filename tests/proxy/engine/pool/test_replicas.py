@@ -432,5 +432,5 @@ def test_a_note_is_logged_once_and_again_when_it_changes(caplog: pytest.LogCaptu
         "engine gpu1 returns no logprobs",
     ]
     assert replica.notes == {"ids": "returns no logprobs"}
-    replica.forget_note("ids")
+    replica.note("ids", "")
     assert replica.notes == {}
