@@ -18,7 +18,7 @@ import numpy as np
 import openai
 import pytest
 
-from proxy.engine.apis.routers import START
+from proxy.engine.apis.evidence import START
 from proxy.engine.in_vllm.frames import ROUTE, SAMPLE
 from proxy.engine.in_vllm.launch import VllmServer
 from tests.end_to_end.test_closed_loop import read_metric, sampled, wait_until_it_samples
@@ -28,7 +28,7 @@ from tests.support.engine.scripted_experts import experts_of
 from tests.support.engine.template_families import FAMILIES
 from tests.support.engine.vllm_server import running_vllm
 from tests.support.engine.weight_fixtures import Judge
-from tests.support.service.redis_server import RedisServer
+from tests.support.service.redis_server import RedisServer, running_redis
 from tests.support.service.running_service import TRAINER, RunningService, Session, hanging_up, wait_until
 from trainer_client.wire import decode_trajectory
 
@@ -573,14 +573,15 @@ def test_the_plugin_behind_a_router_that_reads_json_alone_is_left_alone(
 
 
 def test_a_push_reaches_both_api_servers_and_each_token_is_of_the_version_it_names(
-    glm_server: VllmServer, tiny_model: Path, redis_url: str, tmp_path: Path
+    glm_server: VllmServer, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Last, since the engine keeps these weights. Replies in flight go on under them, whichever of the two takes a step or a call."""
+    """Last, since the engine keeps these weights; in a store of its own, whose weights every engine of a store is given. Replies in flight
+    go on under them, whichever of the two takes a step or a call."""
     from examples.demo.tiny_model import make_tiny_model
 
     checkpoints, judge = [tiny_model, make_tiny_model(tmp_path / "seed1", seed=1)], Judge()
     begun = partial(read_metric, glm_server, "time_to_first_token_seconds_count")
-    with RunningService(glm_server.url, redis_url) as service, ThreadPoolExecutor() as pool:
+    with running_redis() as redis, RunningService(glm_server.url, redis.url) as service, ThreadPoolExecutor() as pool:
         wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "ready")
         sessions, before = [service.session() for _ in range(4)], begun()
         long = {"max_tokens": 600, "extra_body": {"ignore_eos": True}}
