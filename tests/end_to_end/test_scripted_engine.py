@@ -202,7 +202,7 @@ def test_a_pause_freezes_calls_and_the_new_weights_take_over_in_mid_reply(client
             {"version": "1", "start": 2, "end": 5},
         ]
         (loaded,) = asking.post("/collective_rpc", {"method": "verbatim_weights"})["results"]
-        nobody = {"group": None, "claimed_by": None, "begun": False, "logprob_mode": "raw_logprobs"}
+        nobody = {"group": None, "claimed_by": None, "begun": False, "logprob_mode": "raw_logprobs", "engine": loaded["engine"]}
         assert loaded == {"whole": True, "path": str(tmp_path), "version": 1, "updates": 1, "error": None, **nobody}
         (check,) = asking.post("/collective_rpc", {"method": "verbatim_check", "args": ["/not/there"]})["results"]
         assert "/not/there" in check["error"]
