@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from cli.checks import EXTRAS, Check
+from cli.checks import EXTRAS, Check, State
 from cli.options import find_missing
-
-if TYPE_CHECKING:
-    from proxy.settings import Settings
+from cli.refusal import Refusal
 
 PROBE_SECONDS = 10.0
 V1 = "/v1"
+NOT_VLLM = "not vLLM"
 SHOWN_MODELS = 20
 SHOWN_CHARACTERS = 300
 KEY_FILE_FLAG = "--engine-api-key-file"
+_TLS_FILES = ("CA_FILE", "CLIENT_CERT", "CLIENT_KEY")
 START = "start it, or correct the URL: vllm serve MODEL --enable-scale-out (before vLLM 0.30 without that flag)"
 
 
 def open_engine_client(seconds: float, key_file: Path | None = None) -> httpx.Client:
-    """A client that shows the engines the service's key and trusts whom the service trusts. Raises `Refusal`."""
-    if find_missing(EXTRAS["proxy"]):
-        return httpx.Client(timeout=seconds)
-    from cli.serve import read_settings
+    """A client that shows the engines the service's key and trusts whom the service trusts, by the same variables; `key_file` wins over
+    them. Raises `Refusal`."""
     from proxy.engine.wire.tls import build_client_tls
 
-    # The flag wins over the environment.
-    flags: dict[str, Any] = {"engine": [], "engine_api_key_file": key_file}
-    settings: Settings = read_settings(flags | ({"engine_api_key": ""} if key_file else {}))
-    tls = build_client_tls(settings.engine_ca_file, settings.engine_client_cert, settings.engine_client_key)
-    key = settings.find_engine_key()
+    files = {name: Path(value) for name in _TLS_FILES if (value := os.environ.get(f"VERBATIM_ENGINE_{name}"))}
+    try:
+        key = _read_key(key_file)
+        tls = build_client_tls(files.get("CA_FILE"), files.get("CLIENT_CERT"), files.get("CLIENT_KEY"))
+    except ValueError as error:
+        raise Refusal(str(error), exit_code=2) from error
     return httpx.Client(
         timeout=httpx.Timeout(seconds, connect=5.0),
         headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -42,6 +42,20 @@ def open_engine_client(seconds: float, key_file: Path | None = None) -> httpx.Cl
         # The service uses no proxy of the environment.
         trust_env=False,
     )
+
+
+def _read_key(key_file: Path | None) -> str:
+    """Empty if there is none. Raises ValueError, which names what is wrong."""
+    from proxy.auth import token_in
+
+    given = os.environ.get("VERBATIM_ENGINE_API_KEY_FILE")
+    path, source = (key_file, KEY_FILE_FLAG) if key_file else (Path(given) if given else None, "VERBATIM_ENGINE_API_KEY_FILE")
+    if path is None:
+        return os.environ.get("VERBATIM_ENGINE_API_KEY", "")
+    try:
+        return token_in(path)
+    except ValueError as error:
+        raise ValueError(f"{source} {path}: {error}") from error
 
 
 def check_engine(engine: str, client: httpx.Client, wanted: Collection[str | None] = ()) -> Check:
@@ -52,6 +66,9 @@ def check_engine(engine: str, client: httpx.Client, wanted: Collection[str | Non
     # As the service takes it, but in the base install, too.
     url = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
     about = f"engine {url.rpartition('@')[2]}"
+    if "@" in url.split("://")[-1].partition("/")[0]:
+        advice = f"name it without, and pass a key with {KEY_FILE_FLAG}"
+        return Check(about, "fix", "its URL holds a password, which logs would show", advice)
     if url.startswith("dns://"):
         return Check(about, "note", "the addresses of its name are not asked")
     path = V1
@@ -59,8 +76,8 @@ def check_engine(engine: str, client: httpx.Client, wanted: Collection[str | Non
         path, answer = _find_routes(client, url)
         if answer.is_success:
             models = [str(model["id"]) for model in answer.json()["data"]]
-            at = "" if path == V1 else f"; calls go to {url}{path}/chat/completions"
-            return _check_models(about, models, wanted, _find_version(client, url) + at)
+            check = _check_models(about, models, wanted, _find_version(client, url))
+            return check if path == V1 else replace(check, found=f"{check.found}; calls go to {url}{path}/chat/completions")
         return _explain_refusal(about, client, url, path, answer)
     except httpx.ConnectError as error:
         if _is_about_trust(error):
@@ -100,21 +117,22 @@ def _check_models(about: str, models: list[str], wanted: Collection[str | None],
     listed = ", ".join(models[:SHOWN_MODELS]) + (
         f" and {len(models) - SHOWN_MODELS} more" if len(models) > SHOWN_MODELS else ""
     )
-    # An engine of one model is asked for that under any name.
+    # An engine of one model is asked for that under any name, and on vLLM a service may know others: adapters, policies.
+    state: State = "fix" if version == NOT_VLLM else "note"
     for model in wanted if len(models) > 1 else ():
         if model is None:
-            return Check(about, "fix", f"a task names no model, and it lists {len(models)}", f"pass --model: {listed}")
+            return Check(about, state, f"a task names no model, and it lists {len(models)}", f"pass --model: {listed}")
         if model not in models:
-            return Check(about, "fix", f"it does not list the model {model!r}", f"it lists {listed}")
+            return Check(about, state, f"it does not list the model {model!r}", f"it lists {listed}")
     return Check(about, "ok", f"serves {listed}; {version}" if models else "lists no models")
 
 
 def _find_version(client: httpx.Client, url: str) -> str:
     answer = client.get(f"{url}/version")
     try:
-        return f"vLLM {answer.json()['version']}" if answer.is_success else "not vLLM"
+        return f"vLLM {answer.json()['version']}" if answer.is_success else NOT_VLLM
     except (ValueError, KeyError, TypeError):
-        return "not vLLM"
+        return NOT_VLLM
 
 
 def _explain_refusal(about: str, client: httpx.Client, url: str, path: str, answer: httpx.Response) -> Check:

@@ -18,12 +18,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
-from pydantic import SecretStr
-
 from proxy.errors import Forbidden, RequestError, Unauthorized
+
+if TYPE_CHECKING:
+    from pydantic import SecretStr
 
 SESSION_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}\Z")
 """What a session id may be. Not "." and "..", which clients fold away in a URL path."""
@@ -210,6 +211,14 @@ def tokens_in(path: Path) -> list[str]:
     for token in found:
         check_token(token)
     return found
+
+
+def token_in(path: Path) -> str:
+    """The only token in a file. Raises ValueError when there is none, or more."""
+    found = tokens_in(path)
+    if len(found) != 1:
+        raise ValueError("it does not hold one key")
+    return found[0]
 
 
 def check_token(token: str) -> None:

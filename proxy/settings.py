@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_val
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from proxy.addresses import AllowList
-from proxy.auth import GivenTokens, check_token, is_loopback, tokens_in
+from proxy.auth import GivenTokens, check_token, is_loopback, token_in, tokens_in
 from proxy.auth import Role as TokenRole
 from proxy.engine.kinds import find_kind, load_kind
 from proxy.engine.wire.tls import build_client_tls
@@ -330,14 +330,14 @@ class Settings(BaseSettings):
         given = others.data.get("engine_api_key")
         if path is not None and given is not None and given.get_secret_value():
             raise ValueError("VERBATIM_ENGINE_API_KEY is set, too: set one of the two")
-        if path is not None and len(tokens_in(path)) != 1:
-            raise ValueError("it does not hold one key")
+        if path is not None:
+            token_in(path)
         return path
 
     def find_engine_key(self) -> str | None:
         """The bearer token for the engines. Raises ValueError for a file that cannot be read any more."""
         if self.engine_api_key_file is not None:
-            return tokens_in(self.engine_api_key_file)[0]
+            return token_in(self.engine_api_key_file)
         return (self.engine_api_key.get_secret_value() if self.engine_api_key else "") or None
 
     @field_validator("engine_client_key")

@@ -13,6 +13,7 @@ import pytest
 from datasets import load_dataset
 
 from cli.engine_access import check_engine, open_engine_client
+from cli.refusal import Refusal
 from tests.cli.generation.test_generate import SECONDS, lines, task, variables, written
 from tests.proxy.call.test_flow import TOOLS
 from tests.support.engine.scripted_engine import ScriptedEngine
@@ -131,6 +132,34 @@ def test_the_check_of_an_engine_says_what_it_answered(vendor: StrictServer, auth
     assert "it may be given with /v1 at its end or without" in found
     state, found = check(vendor, key="", **trust)
     assert state == "fix" and "it refuses calls without a key: HTTP 401: Incorrect API key provided" in found
+
+
+def test_the_check_only_notes_a_model_that_a_vllm_of_several_does_not_list() -> None:
+    """A service may know the name: of an adapter that is loaded later, of a policy, or as another word for the only base model."""
+    with ScriptedEngine("qwen3") as engine:
+        engine.version, engine.weights.adapters = "0.32.0", {"tuned": "/adapters/tuned"}
+        assert check(engine, "policy")[0] == "ok"
+        state, found = check(engine, None)
+        assert state == "note" and "a task names no model, and it lists 2" in found
+        assert check(engine, "later")[0] == "note"
+
+
+def test_the_check_takes_no_url_with_a_password_and_does_not_repeat_it() -> None:
+    state, found = check("http://me:hunter2@127.0.0.1:9/v1")
+    assert state == "fix" and "holds a password" in found and "hunter2" not in found
+
+
+def test_the_key_is_sent_whatever_else_the_environment_says_of_a_service(vendor: StrictServer, authority: Authority) -> None:
+    """Settings that are about something else were read with it, and one that was wrong ended the command."""
+    trust = {"VERBATIM_ENGINE_CA_FILE": str(authority.file)}
+    assert check(vendor, MODEL, VERBATIM_MAX_CALLS="nonsense", VERBATIM_RENDERER="nobody/knows", **trust)[0] == "ok"
+
+
+@pytest.mark.parametrize("text", ["", "one\ntwo\n", "with a blank"])
+def test_a_key_file_that_holds_no_key_or_several_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "key").write_text(text)
+    with pytest.raises(Refusal, match=f"--engine-api-key-file {tmp_path}/key: "):
+        open_engine_client(60.0, tmp_path / "key")
 
 
 @pytest.mark.parametrize("base", ["/v1beta/openai", "/api/paas/v4"])
