@@ -25,7 +25,7 @@ from cli.sessions import accounting_line, count_roles
 from cli.stop_signals import StopSignals
 from reconstruct.roles import encode_rule
 from rollout.harnesses.catalogue import load
-from rollout.harnesses.definition import Harness
+from rollout.harnesses.definition import Harness, find_unserved
 from rollout.harnesses.limits import Limits, explain_unknown_window, read_window
 from rollout.harnesses.prepared import Endpoint, HarnessError
 
@@ -439,9 +439,8 @@ class OpenedSession:
         while page["cursor"] is not None:
             page = self.control.get(f"{self.path}/calls", limit=CALLS_PAGE, cursor=page["cursor"])
             calls += page["calls"]
-        unserved = self.control.get(self.path)["unserved"]
-        last = max((call["started_at"] for call in calls), default=0.0)
-        return (unserved is None or unserved["at"] <= last) and definition.has_finished(exit_code, calls)
+        unserved = find_unserved(calls, self.control.get(self.path))
+        return unserved is None and definition.has_finished(exit_code, calls)
 
     def summary(self, status: str | None = None) -> list[str]:
         """A line with the session's status (or `status`), its calls and the accounting of its sampled tokens, and one with its rows by

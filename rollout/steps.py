@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from rollout.attempts import Failure, RolloutFailed
-from rollout.harnesses.definition import Harness
+from rollout.harnesses.definition import Harness, find_unserved
 from rollout.harnesses.limits import Limits, UnknownWindows
 from rollout.harnesses.prepared import Endpoint, Prepared, home_variables, temporary_directory
 from rollout.logs import AttemptLogs
@@ -211,7 +211,7 @@ def check_run(
 ) -> None:
     """Raises `RolloutFailed` if the run cannot be scored. Of the session its last call that the service or its engine failed counts, of
     which there may be no record, and when a recorded reply was last given to a fork."""
-    unserved, replayed_at = session.get("unserved"), session.get("replayed_at") or 0.0
+    unserved = session.get("unserved")
     name, look = harness.harness.name, harness.logs.place("agent.err")
     last = max(calls, key=lambda call: call["started_at"], default=None)
     if done.timed_out and calls:
@@ -223,8 +223,8 @@ def check_run(
     # A failed call is not the agent's doing, whatever it made of it.
     if last is not None and last["status"] == "dangling":
         raise RolloutFailed(Failure.SERVICE_FAILED, f"the service died in the last call of {name}, {last['call_id']}", look)
-    if unserved is not None and (last is None or max(last["started_at"], replayed_at) < unserved["at"]):
-        message = f"the last call of {name}, {unserved['call_id']}, was not served: {unserved['code']}: {unserved['message']}"
+    if (failed := find_unserved(calls, session)) is not None:
+        message = f"the last call of {name}, {failed['call_id']}, was not served: {failed['code']}: {failed['message']}"
         raise RolloutFailed(Failure.SERVICE_FAILED, message, look)
     if done.exit_code > SIGNALLED and not done.timed_out:
         message = f"{name} was ended by signal {done.exit_code - SIGNALLED}: {read_tail(done)}"

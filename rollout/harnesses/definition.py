@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from math import inf
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from reconstruct.roles import RoleRule
-from rollout.harnesses.limits import NAMES as LIMITS
 from rollout.harnesses.limits import UNKNOWN, Limits
 from rollout.harnesses.mcp import McpForm, parse_form
 from rollout.harnesses.prepared import (
     BASE_URL,
+    LIMITS,
     MOST_BYTES,
     BadDefinition,
     Endpoint,
@@ -188,8 +189,7 @@ class Harness:
         reached the agent, it ended by itself, and it calls no tool, or none that could be parsed."""
         if exit_code not in self.finished_exit_codes:
             return exit_code == 0
-        own = [call for call in calls if call["role"] != "side" and call.get("lookahead") != "not_chosen"]
-        last = max(own, key=lambda call: call["started_at"], default=None)
+        last = find_last_call(calls)
         return last is not None and _ends_work(last)
 
     def check_prompt(self, prompt: str) -> None:
@@ -215,6 +215,20 @@ class Harness:
         parts = PurePosixPath(path).parts
         if not parts or path.startswith("/") or ".." in parts or "\0" in path or path.endswith("/"):
             raise OutsideHome(f"{self.name}: file {path!r} is not a path relative to the home that stays below it")
+
+
+def find_last_call(calls: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The agent's own last call: side calls and candidates that were not chosen are none."""
+    own = [call for call in calls if call.get("role") != "side" and call.get("lookahead") != "not_chosen"]
+    return max(own, key=lambda call: call["started_at"], default=None)
+
+
+def find_unserved(calls: Sequence[Mapping[str, Any]], session: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The last call of the session that the service or its engine failed, if the agent has called in vain since: a side call that was
+    served later, such as a title, makes up for nothing. A recorded reply that was given to a fork does."""
+    unserved, last = session.get("unserved"), find_last_call(calls)
+    served_at = -inf if last is None else max(last["started_at"], session.get("replayed_at") or 0.0)
+    return unserved if unserved is not None and served_at < unserved["at"] else None
 
 
 def _ends_work(call: Mapping[str, Any]) -> bool:

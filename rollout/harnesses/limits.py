@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rollout.harnesses.prepared import LIMITS
+
 log = logging.getLogger(__name__)
 
 REPLY_SHARE = 4
 """A reply gets at most one part in this many of the window."""
 LONGEST_REPLY = 32_768
-
-NAMES = ("window", "max_input", "max_output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +31,23 @@ class Limits:
     @property
     def max_output(self) -> int | None:
         """The tokens of the longest reply: a quarter of the window, at most 32,768, and never more than the run may sample anyway."""
-        share = () if self.window is None else (max(1, self.window // REPLY_SHARE), LONGEST_REPLY)
+        share = () if self.reserve is None else (self.reserve,)
         return min((*share, *self.most_sampled), default=None)
 
     @property
+    def reserve(self) -> int | None:
+        """The tokens of the window that a prompt leaves free: for a reply, and for what tools answer before the agent looks at the length
+        again. A run's own limits on replies make it no smaller."""
+        return None if self.window is None else min(max(1, self.window // REPLY_SHARE), LONGEST_REPLY)
+
+    @property
     def max_input(self) -> int | None:
-        """The tokens of the longest prompt that leaves room for the longest reply."""
-        return None if self.window is None or self.max_output is None else max(1, self.window - self.max_output)
+        """The tokens of the longest prompt."""
+        return None if self.window is None or self.reserve is None else max(1, self.window - self.reserve)
 
     def values(self) -> dict[str, str]:
         """The placeholders that are known."""
-        return {name: str(value) for name in NAMES if (value := getattr(self, name)) is not None}
+        return {name: str(value) for name in LIMITS if (value := getattr(self, name)) is not None}
 
 
 UNKNOWN = Limits()

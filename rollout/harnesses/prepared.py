@@ -22,8 +22,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout.harnesses import limits
-
 MOST_BYTES = 128 * 1024 - 1
 """The longest argument or environment variable Linux passes to a command (MAX_ARG_STRLEN), without its closing null byte."""
 
@@ -154,7 +152,9 @@ class CannotStart(HarnessError):
 # fraction of that) is left out: a word, a variable, or a line of a file.
 
 
-NAMES = ("openai", "anthropic", "gemini", "api_key", "model", "prompt", "home", "workdir", *limits.NAMES)
+LIMITS = ("window", "max_input", "max_output", "reserve")
+"""Placeholders of tokens that a harness has, `Limits` of `rollout.harnesses.limits`; those that nobody knows have no value."""
+NAMES = ("openai", "anthropic", "gemini", "api_key", "model", "prompt", "home", "workdir", *LIMITS)
 BASE_URL = "base_url:"
 """Before the name of a base URL of the session. The built-in dialects' also go by their names alone; only the service knows all names."""
 
@@ -162,7 +162,7 @@ _URLS = ("openai", "anthropic", "gemini", BASE_URL)
 
 _PLACEHOLDER = re.compile(
     r"\{\{(?P<literal>[a-z_]+)\}\}|(?<!\$)\{(?P<name>base_url:[A-Za-z0-9._-]+|[a-z_]+)\}"
-    rf"|(?<!\$)\{{(?P<limit>{'|'.join(limits.NAMES)})(?::(?P<default>[0-9]+)|/(?P<whole>[1-9][0-9]*))\}}"
+    rf"|(?<!\$)\{{(?P<limit>{'|'.join(LIMITS)})(?::(?P<default>[0-9]+)|/(?P<whole>[1-9][0-9]*))\}}"
 )
 _QUOTED_FORMATS = (".json", ".toml", ".yaml")
 _NO_ASCII = re.compile(r"[^ -~]")
@@ -186,7 +186,7 @@ def uses(text: str, name: str) -> bool:
 def lacks_limit(text: str, values: Mapping[str, str]) -> bool:
     """Whether the text needs a limit that `values` does not have."""
     needed = [found["name"] or found["limit"] for found in _PLACEHOLDER.finditer(text) if found["default"] is None]
-    return any(name in limits.NAMES and name not in values for name in needed)
+    return any(name in LIMITS and name not in values for name in needed)
 
 
 def uses_base_url(text: str) -> bool:

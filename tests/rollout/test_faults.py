@@ -452,6 +452,7 @@ def test_an_agent_that_exits_with_its_code_for_finished_work_is_scored_if_the_la
         (2, [ends], {}, Failure.HARNESS_FAILED),
         (137, [ends], {}, Failure.HARNESS_CRASHED),
         (1, [ends], unserved, Failure.SERVICE_FAILED),
+        (0, [ends, {**ends, "call_id": "d", "role": "side", "started_at": 4.0}], unserved, Failure.SERVICE_FAILED),
     ):
         with pytest.raises(RolloutFailed) as failed:
             check_run(harness, Executed(exit_code, b"", b""), calls, session)
