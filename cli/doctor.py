@@ -17,7 +17,6 @@ import typer
 
 from cli.checks import EXTRAS, Check, check_disks, check_harness, check_readable, check_runtimes, print_checks
 from cli.engine_access import PROBE_SECONDS, check_engine, open_engine_client
-from cli.engines import describe_replica
 from cli.options import AsJson, ServiceUrl, find_missing, installed_version
 from cli.refusal import Refusal
 from reconstruct.extras import how_to_install
@@ -166,7 +165,7 @@ def _check_replicas(engines: dict[str, Any]) -> Iterator[Check]:
             yield Check(about, "fix", found, advice)
             continue
         weights = "unknown" if replica["weight_version"] is None else replica["weight_version"]
-        found = f"{replica['status']}, {', '.join(replica['models'])}, {describe_replica(replica)}, weights {weights}"
+        found = f"{replica['status']}, {', '.join(replica['models'])}, {replica['description']}, weights {weights}"
         if replica["api"] == "token" and not replica["plugin"]:
             advice = "a call takes one request with VLLM_PLUGINS=verbatim in the engine's environment"
             yield Check(about, "note", found, advice)

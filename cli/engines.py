@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
@@ -38,7 +37,7 @@ def list_(url: ServiceUrl = None, as_json: AsJson = False) -> None:
             console.print(f"{calls} calls are waiting for a replica of {policy or 'the default policy'}", markup=False)
     for replica in found["replicas"]:
         if replica["api"]:
-            console.print(f"{replica['name']}: {describe_replica(replica)}", markup=False)
+            console.print(f"{replica['name']}: {replica['description']}", markup=False)
         for note in replica["notes"]:
             console.print(f"{replica['name']} {note}", markup=False)
     known = {replica[key] for replica in found["replicas"] for key in ("url", "source")}
@@ -91,16 +90,6 @@ def remove(
 
     removed = Control(url).delete(f"/engines/{quote(engine, safe='')}")
     typer.echo(f"{removed['name']} removed; calls in flight finish on it")
-
-
-def describe_replica(replica: Mapping[str, Any]) -> str:
-    """Its version, path, and what can be done with it; the notes say why something cannot."""
-    plugin = " with the plugin" if replica["plugin"] else ""
-    trains, takes = (
-        "trainable" if replica["trainable"] else "not trainable",
-        "takes" if replica["takes_weights"] else "takes no",
-    )
-    return f"version {replica['version'] or 'unknown'}, path {replica['api']}{plugin}, {trains}, {takes} weights"
 
 
 def replicas_table(found: list[dict[str, Any]]) -> Table:

@@ -72,6 +72,8 @@ class ReplicaShape(Body):
     weight_version: int | None
     in_flight: int
     max_calls: int
+    description: str
+    """Version, path, and what can be done with it, for people."""
     notes: list[str]
     """What to know about it though it may serve, each a sentence that begins after its name."""
 
@@ -204,6 +206,7 @@ def _replica_as_wire(replica: Replica) -> dict[str, Any]:
         "weight_version": replica.weight_version,
         "in_flight": replica.in_flight,
         "max_calls": replica.max_calls,
+        "description": replica.description,
         "notes": list(replica.notes.values()),
     }
 

@@ -25,7 +25,7 @@ def follow_adapters(host: Replica, replicas: Sequence[Replica], membership: Memb
     """Bring `host.adapters` in line with what its engine lists; returns those that are new. `replicas` are all of the pool.
 
     An adapter that is no longer listed keeps its replica: calls for it are refused, not given another model's reply."""
-    listed = list_adapters(host.cards)
+    listed, unserved = list_adapters(host.cards), []
     for name in listed:
         if name in (replica.adapter for replica in host.adapters):
             continue
@@ -33,10 +33,10 @@ def follow_adapters(host: Replica, replicas: Sequence[Replica], membership: Memb
         # An engine is often added with the names of all its models.
         policy = name if policy == host.policy else policy
         if taken := _find_holder(host, name, policy, replicas, {spec.policy for spec in membership.specs}):
-            host.note(f"adapter {name}", f"lists the adapter {name!r}, which gets no calls: {taken}")
+            unserved.append(f"lists the adapter {name!r}, which gets no calls: {taken}")
             continue
-        host.note(f"adapter {name}", "")
         host.adapters.append(Replica(host.name, host.url, policy, adapter=name, base=host, models=(name,), names=(name,)))
+    host.note("unserved_adapters", "; ".join(unserved))
     if len(listed) > 1 and not host.policy:
         named = ", ".join(listed)
         host.note("adapters", f"has several adapters ({named}): a call for a name that no model has goes to the base model")

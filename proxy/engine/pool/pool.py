@@ -82,7 +82,7 @@ class EnginePool:
             seconds,
             lambda: [*self.replicas, *self.draining],
             self._standing,
-            self.kinds,
+            self.kinds.sample_token,
             self.http,
             self._may_be_updating,
             self._watches.wake,
@@ -202,8 +202,10 @@ class EnginePool:
         return not self._settings.queue_seconds or seconds <= self._settings.queue_seconds
 
     def catalogue(self) -> Mapping[str, int | None]:
-        """The models harnesses may ask for now, with the window of each in tokens."""
-        return catalogue(self.replicas)
+        """The models harnesses may ask for now, with the window of each in tokens: see `find_window`."""
+        serving = [replica for replica in self.replicas if replica.healthy]
+        policies = {name: self.find_policy(name) for name in catalogue(serving)}
+        return {name: _find_smallest(each for each in serving if each.policy == policy) for name, policy in policies.items()}
 
     def find_window(self, model: str) -> int | None:
         """The smallest window, in tokens, of any replica that may serve a call for `model`; None if none of them reports one. Raises as
@@ -467,18 +469,15 @@ def _find_serving(
 
 
 def _unknown(model: str, replicas: Sequence[Replica], policies: Collection[str]) -> NotFound:
-    there_are = ", ".join(sorted({*policies, *catalogue(replicas)} - {DEFAULT}))
+    listed = catalogue([replica for replica in replicas if replica.healthy])
+    there_are = ", ".join(sorted({*policies, *listed} - {DEFAULT}))
     return NotFound(f"the model '{model}' does not exist; there are: {there_are}", param="model")
 
 
-def catalogue(replicas: Sequence[Replica]) -> dict[str, int | None]:
-    """The models harnesses may ask for now: the names of serving policies, then the engines' own names; each with the smallest window, in
-    tokens, of the replicas that have it, None if none of them reports one."""
-    having: dict[str, list[Replica]] = {}
-    serving = [replica for replica in replicas if replica.healthy]
-    for name, replica in [(each.policy, each) for each in serving] + [(name, each) for each in serving for name in each.models]:
-        having.setdefault(name, []).append(replica)
-    return {name: _find_smallest(those) for name, those in having.items() if name}
+def catalogue(serving: Sequence[Replica]) -> list[str]:
+    """The models harnesses may ask for now: the names of serving policies, then the engines' own names."""
+    names = [each.policy for each in serving] + [name for each in serving for name in each.models]
+    return [name for name in dict.fromkeys(names) if name]
 
 
 def _find_smallest(replicas: Iterable[Replica]) -> int | None:

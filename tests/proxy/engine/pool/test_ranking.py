@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from proxy.engine.pool.adapters import follow_adapters
 from proxy.engine.pool.membership import Membership, replica_at, resolve_with_system
-from proxy.engine.pool.pool import catalogue, find_policy, is_frozen
+from proxy.engine.pool.pool import EnginePool, catalogue, find_policy, is_frozen
 from proxy.engine.pool.seats import rank_replicas
 from proxy.engine.replica import Replica, Served
 from proxy.errors import EngineUnavailable, NotFound
+from proxy.settings import Settings
 
 SESSIONS = [f"session-{number}" for number in range(2000)]
 
@@ -129,17 +130,23 @@ def test_strictly_a_name_that_nobody_goes_by_is_refused_where_the_engines_say_th
 
 
 def test_the_catalogue_names_policies_and_what_their_engines_serve() -> None:
-    members = [serving("", "base"), serving("judge", "large"), serving("off", "none", healthy=False)]
-    members[1].max_model_len = 4096
-    assert catalogue(members) == {"judge": 4096, "base": None, "large": 4096}
+    pool = EnginePool(Settings(engine=["http://a:1", "judge=http://b:1", "off=http://c:1"]))
+    pool.replicas = [serving("", "base"), serving("judge", "large"), serving("off", "none", healthy=False)]
+    pool.replicas[1].max_model_len = 4096
+    assert list(pool.catalogue().items()) == [("judge", 4096), ("base", None), ("large", 4096)]
 
 
-def test_a_models_window_is_the_smallest_that_a_call_may_land_on() -> None:
-    """Replicas of one policy may differ, one may not say, and one that is down takes no call."""
-    members = [serving("", "base") for _ in range(4)]
-    members[0].max_model_len, members[1].max_model_len, members[3].max_model_len = 8192, 4096, 1024
-    members[3].healthy = False
-    assert catalogue(members) == catalogue(members[::-1]) == {"base": 4096}
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_models_window_is_the_smallest_that_a_call_may_land_on(turned: bool) -> None:
+    """Replicas of one policy may differ, one may not say, one lists the model by another name, and one that is down takes no call."""
+    pool = EnginePool(Settings(engine=["http://a:1"]))
+    members = [serving("", name) for name in ("base", "base", "other", "base", "base")]
+    for replica, window in zip(members, (8192, 4096, 2048, None, 1024), strict=True):
+        replica.max_model_len = window
+    members[4].healthy = False
+    pool.replicas = members[::-1] if turned else members
+    assert pool.catalogue() == {"base": 2048, "other": 2048}
+    assert pool.find_window("base") == pool.find_window("other") == 2048
 
 
 @pytest.mark.parametrize(
@@ -171,7 +178,16 @@ def test_each_adapter_is_a_policy_and_so_is_the_base_model() -> None:
     policies = {"", "judge", "a", "b", "tuned"}
     for model, policy in [("base", ""), ("a", "a"), ("b", "b"), ("judge", "judge"), ("large", "judge"), ("tuned", "tuned")]:
         assert find_policy(model, members, policies) == policy
-    assert catalogue(members).keys() == {"base", "a", "b", "judge", "large", "tuned"}
+    assert set(catalogue(members)) == {"base", "a", "b", "judge", "large", "tuned"}
+
+
+def test_an_adapter_whose_policy_is_taken_is_noted_for_as_long_as_the_engine_lists_it() -> None:
+    base, membership = serving("", "base"), Membership(["http://a:1", "judge=http://b:1"], None, resolve_with_system)
+    for listed, noted in (("judge", True), ("a", False), ("judge", True)):
+        base.cards = {listed: f"/adapters/{listed}"}
+        follow_adapters(base, [base], membership)
+        said = [note for note in base.notes.values() if "lists the adapter 'judge', which gets no calls" in note]
+        assert len(said) == noted
 
 
 def test_a_name_that_nobody_goes_by_means_the_only_adapter_of_the_default_engines_else_their_base_model() -> None:
