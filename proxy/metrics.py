@@ -155,9 +155,7 @@ class SessionMemory(Protocol):
     found: int
     reloaded: int
     memory_bytes: int
-
-    @property
-    def capacity_bytes(self) -> int: ...
+    capacity_bytes: int
 
 
 class SessionNumbers(Collector):

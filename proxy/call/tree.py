@@ -479,7 +479,7 @@ class SessionTrees:
         )
         self._sessions = sessions
         self._capacity = capacity
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
         self._trees: OrderedDict[str, SessionTree] = OrderedDict()
         self._used: WeakValueDictionary[str, SessionTree] = WeakValueDictionary()
         """Kept ones, and those that a call under way still holds."""
@@ -492,10 +492,6 @@ class SessionTrees:
 
     def __len__(self) -> int:
         return len(self._trees)
-
-    @property
-    def capacity_bytes(self) -> int:
-        return self._capacity_bytes
 
     async def open(self, session_id: str, admits: Callable[[SessionInfo], None] = lambda _: None) -> SessionTree:
         """The session's tree, from memory or from the store. Raises NotFound for a session that does not exist, Conflict for one that
@@ -583,13 +579,13 @@ class SessionTrees:
         session_id, size = tree.info.session_id, tree.memory_bytes
         if self._used.get(session_id) is not tree:
             return
-        if size > self._capacity_bytes // LARGEST_SHARE:
+        if size > self.capacity_bytes // LARGEST_SHARE:
             self._drop(session_id)
             return
         self._trees[session_id] = tree
         self.memory_bytes += size - self._weighed.get(session_id, 0)
         self._weighed[session_id] = size
-        while len(self._trees) > self._capacity or self.memory_bytes > self._capacity_bytes:
+        while len(self._trees) > self._capacity or self.memory_bytes > self.capacity_bytes:
             self._drop(next(iter(self._trees)))
 
     def forget(self, session_id: str) -> None:

@@ -18,6 +18,8 @@ from reconstruct.records import Span
 
 log = logging.getLogger(__name__)
 
+_VERSION = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?![\d])[\w.+-]*")
+
 STARTED_UNDER = "default"
 """The label vLLM and SGLang give the weights they were started with."""
 
@@ -298,8 +300,8 @@ class Replica:
 
     def precedes(self, version: tuple[int, ...]) -> bool:
         """Whether its own version is older; False if it does not say which it is."""
-        numbers = re.match(r"\d+(\.\d+)*", self.version)
-        return numbers is not None and tuple(map(int, numbers[0].split("."))) < version
+        own = parse_version(self.version)
+        return own is not None and own < version
 
     @property
     def description(self) -> str:
@@ -368,3 +370,9 @@ class Replica:
                 label,
             )
         self.unordered_label = label
+
+
+def parse_version(text: str) -> tuple[int, ...] | None:
+    """(major, minor, patch) of a text like 0.32.0+cpu or 0.33.1rc1; None for anything else."""
+    found = _VERSION.fullmatch(text)
+    return None if found is None else tuple(int(number or 0) for number in found.groups())

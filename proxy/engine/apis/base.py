@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from proxy.dialects.base import Delta, FirstToken, Request, new_call_id
+from proxy.dialects.base import Delta, FirstToken, Request
+from proxy.engine.apis.evidence import LABEL, PLUGIN, START, Source
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.renderer import LocalRenderer, Rendered, Tokenizer
 from proxy.engine.apis.reply import Outcome, Wanted
-from proxy.engine.apis.routers import LABEL, PLUGIN, START, Source
 from proxy.engine.apis.versions import Versions
 from proxy.engine.replica import Replica, Served
 from proxy.engine.weights.vllm import LOAD_ADAPTER, SETUP, Claim, WeightApi
@@ -147,15 +147,6 @@ class EngineKind(ABC):
 
         Raises RequestError (the engine refused the request), EngineUnavailable (it was not reached) or EngineFailed (it broke off
         before a single token was known)."""
-
-    async def sample_one(self, replica: Replica) -> Outcome:
-        """One token of nobody's: it is not recorded. Raises as `sample`."""
-        request = Request("chat", replica.models[0] if replica.models else "", [])
-        request.engine_messages = ({"role": "user", "content": "Hi"},)
-        job = Job(new_call_id(), request, {"max_tokens": 1}, CancelScope("", ""))
-        if self.takes_ids:
-            job.prompt_ids = pack_ids([0])
-        return await self.sample(replica, job, stream=False, emit=lambda piece: None)
 
     def parameters(self, request: Request, body: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
         """The sampling parameters in effect, by vLLM's names. `body` is the rendering's, `sampling` the call's own.

@@ -18,9 +18,10 @@ import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
 from proxy.engine.apis.base import Emit, EngineKind, IdText, Job, chat_body
-from proxy.engine.apis.probe import Probe
+from proxy.engine.apis.probe import SGLANG_INFO, Probe
 from proxy.engine.apis.question import Question
 from proxy.engine.apis.reply import (
+    AS_ID,
     Assembly,
     Outcome,
     PromptLogprobs,
@@ -32,6 +33,7 @@ from proxy.engine.apis.reply import (
     choice_at,
     is_visible,
     read_details,
+    read_named_id,
 )
 from proxy.engine.apis.versions import Versions
 from proxy.engine.replica import Replica
@@ -42,7 +44,7 @@ from reconstruct.errors import IdOutOfRange
 from reconstruct.records import Ids, Span
 
 _VERSION_ROUTES = {
-    "sglang": (("/server_info", "version"), ("/get_server_info", "version")),
+    "sglang": tuple((route, "version") for route in SGLANG_INFO),
     "llamacpp": (("/props", "build_info"),),
     "library": (("/api/version", "version"),),
 }
@@ -61,7 +63,7 @@ class OpenAiChat(EngineKind):
     detection_order = 100
     takes_ids = False
     takes_images = True
-    versions = (Versions("vLLM", run=("0.22", "0.26", "0.31", "0.32"), first="0.22", last="0.33"),)
+    versions = (Versions("vLLM", run=("0.29", "0.31", "0.32", "0.33"), first="0.22", last="0.33"),)
 
     async def detect(self, probe: Probe, *, asked: bool) -> str | None:
         return None
@@ -196,19 +198,16 @@ def _wants_top_ids(job: Job) -> bool:
     return job.wanted.top_logprobs > 0 and job.request.top_logprobs is None
 
 
-_AS_ID = "token_id:"
-
-
 def _named_ids(entries: Sequence[Mapping[str, Any]]) -> list[int]:
-    return [int(entry["token"].removeprefix(_AS_ID)) for entry in entries if entry["token"].startswith(_AS_ID)]
+    return [read_named_id(entry["token"]) for entry in entries if entry["token"].startswith(AS_ID)]
 
 
 def _named_tops(entries: Sequence[Mapping[str, Any]]) -> Tops:
     return [
         [
-            (int(top["token"].removeprefix(_AS_ID)), top["logprob"])
+            (read_named_id(top["token"]), top["logprob"])
             for top in entry.get("top_logprobs") or ()
-            if top["token"].startswith(_AS_ID) and top["logprob"] is not None
+            if top["token"].startswith(AS_ID) and top["logprob"] is not None
         ]
         for entry in entries
     ]
@@ -235,7 +234,7 @@ class _Logprobs(msgspec.Struct):
     @property
     def texts(self) -> list[str]:
         """The sampled tokens as text, or named by id."""
-        return [str(entry.get("token", _AS_ID)) for entry in self.entries]
+        return [str(entry.get("token", AS_ID)) for entry in self.entries]
 
     @property
     def entries(self) -> list[dict[str, Any]]:
@@ -256,7 +255,7 @@ def _entry(token: str, logprob: float | None, top: Mapping[str, float] | None) -
 
 class _BareEntry(msgspec.Struct, gc=False):
     logprob: float | None = None
-    token: str = _AS_ID
+    token: str = AS_ID
 
 
 class _BareLogprobs(_Logprobs):
@@ -360,8 +359,8 @@ class _ChoiceSoFar:
     @property
     def sampled_text(self) -> str | None:
         """All that was sampled, the markup of tool calls included; None where the engine does not tell."""
-        told = len(self.texts) == len(self.token_ids or ()) and not any(text.startswith(_AS_ID) for text in self.texts)
-        return "".join(self.texts) if told else None
+        text = "".join(self.texts)
+        return text if len(self.texts) == len(self.token_ids or ()) and AS_ID not in text else None
 
     def add(self, choice: _Choice) -> Delta:
         """Add one piece; returns it as the harness sees it, tool-call ids still the engine's."""

@@ -23,8 +23,8 @@ from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.question import Question
 from proxy.engine.apis.renderer import LocalRenderer
 from proxy.engine.apis.reply import Outcome, Reading, Sampled, Usage, choice_at, visible_ids
-from proxy.engine.apis.versions import Versions, parse_version
-from proxy.engine.replica import Replica
+from proxy.engine.apis.versions import Versions
+from proxy.engine.replica import Replica, parse_version
 from proxy.engine.wire.http import EngineAnswer
 from proxy.errors import EngineFailed, RequestError
 from reconstruct.records import Span

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 import aiohttp
 
 from proxy.engine.apis.base import EngineKind, IdText, IdTexts
-from proxy.engine.apis.first_sample import NotReadable, read_sample
+from proxy.engine.apis.evidence import WORKERS
+from proxy.engine.apis.first_sample import NotReadable, read_sample, sample_token
 from proxy.engine.apis.probe import PROBE_TIMEOUT, NotListening, Probe, Unreadable
 from proxy.engine.apis.renderer import LocalRenderer
-from proxy.engine.apis.routers import WORKERS, look_behind
-from proxy.engine.apis.versions import parse_version
+from proxy.engine.apis.routers import look_behind
 from proxy.engine.kinds import find_kinds, load_kind
-from proxy.engine.replica import FirstSample, Replica
+from proxy.engine.replica import FirstSample, Replica, parse_version
 from proxy.engine.wire.http import EngineHttp
 from proxy.errors import EngineBusy, EngineFailed, EngineUnavailable
 
@@ -76,6 +76,10 @@ class EngineKinds:
                 replica.loads_adapters = await self.of(replica).loads_adapters(probe)
         await self.look_behind(replica, fresh=fresh, thorough=fresh)
         await self._read_sample(replica, logprob_mode)
+
+    async def sample_token(self, replica: Replica) -> None:
+        """Sample one token of nobody's, to see that the engine does. Raises as `EngineKind.sample`."""
+        await sample_token(self.of(replica), replica)
 
     async def look_behind(self, replica: Replica, *, fresh: bool = False, thorough: bool = True) -> None:
         """Find out whether it is a router: see `look_behind`."""

@@ -74,6 +74,11 @@ async def read_sample(kind: EngineKind, replica: Replica, logprob_mode: str) -> 
     raise NotReadable(failures[0].message) from failures[0]
 
 
+async def sample_token(kind: EngineKind, replica: Replica) -> None:
+    """Sample one token of nobody's. Raises as `EngineKind.sample`."""
+    await _sample(kind, replica, _ask_with_messages(replica, stream=False), "")
+
+
 def _ask_with_messages(replica: Replica, *, stream: bool) -> Request:
     message = {"role": "user", "content": _TEXT}
     return Request("chat", _model(replica), [HistoryMessage(message, digest_message(message))], stream=stream)

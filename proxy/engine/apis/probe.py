@@ -25,6 +25,9 @@ _RETRY_LATER = (429, 502, 503, 504)
 V1 = "/v1"
 """Where the OpenAI routes of most servers stand."""
 
+SGLANG_INFO = ("/server_info", "/get_server_info")
+"""Where an SGLang describes itself: since 0.5, and before."""
+
 _SHOWN = 64
 """Characters of a version, and of what stands in its place."""
 

@@ -15,13 +15,9 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
-import msgspec
-
-from proxy.engine.in_vllm.frames import ROUTE
+from proxy.engine.apis.evidence import Source, parse_object
 from proxy.engine.replica import Replica
 from proxy.engine.wire.http import EngineHttp
 
@@ -38,49 +34,6 @@ _REMEMBERED = 64
 _LIST = "list"
 _LISTED = 8
 """How many engines of a router the note names."""
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What tells engines apart: the first of the `routes` that has it is read. `body`: what is posted there, which costs the engine
-    a step, so only where nothing else tells. `steady`: only an engine that starts again says something else."""
-
-    name: str
-    routes: tuple[str, ...]
-    read: Callable[[bytes], str]
-    body: dict[str, Any] | None = None
-    steady: bool = True
-
-
-def _read_fields(*names: str) -> Callable[[bytes], str]:
-    def read(content: bytes) -> str:
-        answer = _parse(content)
-        values = [str(answer[name]) for name in names if answer.get(name) is not None]
-        return " ".join(values) if len(values) == len(names) else ""
-
-    return read
-
-
-def _read_worker(content: bytes) -> str:
-    workers = _parse(content).get("results")
-    first = workers[0] if isinstance(workers, list) and workers else None
-    return str(first.get("engine") or "") if isinstance(first, dict) else ""
-
-
-_START = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
-
-
-def _read_start(content: bytes) -> str:
-    found = _START.search(content)
-    return found[1].decode("latin-1") if found else ""
-
-
-PLUGIN = Source("plugin", (ROUTE,), _read_fields("engine"))
-START = Source("start", ("/metrics/?name%5B%5D=process_start_time_seconds", "/metrics"), _read_start)
-"""Only a server of one process says when it started. The first route is spared all other metrics."""
-WORKERS = Source("workers", ("/collective_rpc",), _read_worker, {"method": "verbatim_weights"})
-SEED = Source("seed", ("/server_info", "/get_server_info"), _read_fields("random_seed", "port"))
-LABEL = Source("label", ("/weight_info", "/model_info", "/get_model_info"), _read_fields("weight_version"), steady=False)
 
 
 async def look_behind(http: EngineHttp, replica: Replica, sources: Sequence[Source], *, fresh: bool, thorough: bool) -> None:
@@ -127,7 +80,7 @@ def _describe(evidence: str, names: str) -> str:
 
 async def _list_engines(http: EngineHttp, replica: Replica) -> list[str]:
     """The URLs of the engines that the routers of vLLM and SGLang list, each once."""
-    workers = _parse(await http.hear(replica, "/workers", _SESSIONS[0]) or b"").get("workers")
+    workers = parse_object(await http.hear(replica, "/workers", _SESSIONS[0]) or b"").get("workers")
     urls = [worker.get("url") for worker in workers if isinstance(worker, dict)] if isinstance(workers, list) else []
     # One engine of several data-parallel ranks may be listed once for each: URL@RANK.
     return list(dict.fromkeys(re.sub(r"@\d+$", "", url) for url in urls if isinstance(url, str)))
@@ -162,11 +115,3 @@ async def _ask(http: EngineHttp, replica: Replica, source: Source, times: int) -
         if said := await ask(first):
             return [said, *filter(None, await asyncio.gather(*map(ask, others)))]
     return []
-
-
-def _parse(content: bytes) -> dict[str, Any]:
-    try:
-        answer = msgspec.json.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return {}
-    return answer if isinstance(answer, dict) else {}

@@ -22,9 +22,9 @@ import msgspec
 from proxy.dialects.base import FirstToken
 from proxy.engine.apis.base import Emit, EngineKind, Job
 from proxy.engine.apis.completions import IdChoice, parse_outcome, prove_prompt
-from proxy.engine.apis.probe import Probe
+from proxy.engine.apis.evidence import LABEL, SEED
+from proxy.engine.apis.probe import SGLANG_INFO, Probe
 from proxy.engine.apis.reply import Outcome, Reading, Version, choice_at
-from proxy.engine.apis.routers import LABEL, SEED
 from proxy.engine.apis.versions import Versions
 from proxy.engine.replica import Replica
 from proxy.engine.weights.vllm import PROBE_SECONDS, TORN, Claim, Loaded, StepRefused, Transfer, WeightApi
@@ -64,7 +64,7 @@ class Sglang(EngineKind):
         return "it is no SGLang: neither /model_info nor /get_model_info describes a model"
 
     def find_version_routes(self, owner: str) -> Sequence[tuple[str, str]]:
-        return (("/server_info", "version"), ("/get_server_info", "version"))
+        return tuple((route, "version") for route in SGLANG_INFO)
 
     async def takes_weights(self, probe: Probe) -> bool:
         return True

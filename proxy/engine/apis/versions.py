@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-
-_VERSION = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?![\d])[\w.+-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +21,6 @@ class Versions:
     def __str__(self) -> str:
         span = self.first if self.first == self.last else f"{self.first} to {self.last}"
         return f"{self.program} {span} ({'run on ' + ', '.join(self.run) if self.run else 'by its source, never run'})"
-
-
-def parse_version(text: str) -> tuple[int, ...] | None:
-    """(major, minor, patch) of a text like 0.32.0+cpu or 0.33.1rc1; None for anything else."""
-    found = _VERSION.fullmatch(text)
-    return None if found is None else tuple(int(number or 0) for number in found.groups())
 
 
 def _numbers(text: str) -> tuple[int, ...]:

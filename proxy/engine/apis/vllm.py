@@ -28,7 +28,7 @@ from proxy.engine.apis.completions import prove_prompt
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.renderer import SEED_IDS, LocalRenderer, Rendered, Tokenizer
 from proxy.engine.apis.reply import Outcome, PromptLogprobs, Reading, Sampled, choice_at, is_visible
-from proxy.engine.apis.versions import Versions, parse_version
+from proxy.engine.apis.versions import Versions
 from proxy.engine.apis.vllm_reply import (
     DERENDER,
     GENERATE,
@@ -48,7 +48,7 @@ from proxy.engine.apis.vllm_reply import (
     read_ranges,
 )
 from proxy.engine.in_vllm.frames import ABORT
-from proxy.engine.replica import Replica
+from proxy.engine.replica import Replica, parse_version
 from proxy.engine.wire.http import EngineHttp
 from proxy.engine.wire.refusals import EngineError
 from proxy.errors import ContextTooLong, EngineFailed, RequestError, VerbatimError
@@ -141,8 +141,7 @@ class VllmTokens(EngineKind):
                     return await self._sample_messages(replica, job, stream, emit, parsed=True)
                 except (RequestError, EngineError):
                     # Of a reply that cannot be parsed this tells no token: it is sampled again. A request that is refused is refused again.
-                    if job.scope.hung_up:
-                        raise
+                    job.scope.redial()
             return await self._sample_messages(replica, job, stream, emit)
         if _samples_by_completions(replica, job):
             return await self._sample_completion(replica, job, stream, emit)
@@ -158,7 +157,7 @@ class VllmTokens(EngineKind):
     async def _sample_messages(self, replica: Replica, job: Job, stream: bool, emit: Emit, *, parsed: bool = False) -> Outcome:
         """Emits deltas as far as the engine's parsers are certain of them. `parsed`: generate parses the reply."""
         # A stop string is cut from the whole text, and logprobs belong to it: then the text waits for the end.
-        parser, before = Parser(self._http, replica, job), replica.weight_version
+        parser, before = Parser(self._http, replica, job), replica.host.weight_version
         live = stream and parser.takes_steps and not job.sampling.get("stop") and job.request.top_logprobs is None
         choices = [SampledChoice(index, live) for index in range(job.request.n)]
         cached, prompt_logprobs, begun = 0, None, not stream
@@ -259,13 +258,15 @@ class VllmTokens(EngineKind):
 
     async def _find_stop(self, replica: Replica, job: Job, choice: SampledChoice) -> None:
         """Set the stop string that ended the choice, if one did, where the engine does not report it."""
-        stops = {**job.body.get("sampling_params", {}), **job.sampling}.get("stop") or []
+        sampling = {**job.body.get("sampling_params", {}), **job.sampling}
+        stops = sampling.get("stop") or []
         if not stops:
             return
         ids = choice.token_ids
         groups = [ids, ids[:-1]] if len(ids) > 1 else [ids]
-        # Special tokens are no text for stop strings, and a stop token is none.
-        text, *before = await _spell(self._http, replica, job.request.model, groups, before=[0], special=False)
+        # A stop token is no text for stop strings, and special tokens are only where they are not skipped, as for many tool parsers.
+        special = not sampling.get("skip_special_tokens", True)
+        text, *before = await _spell(self._http, replica, job.request.model, groups, before=[0], special=special)
         choice.stop_reason = find_stop([stops] if isinstance(stops, str) else stops, text, "".join(before))
 
     async def _spell_sampled(self, replica: Replica, job: Job, choice: SampledChoice) -> None:
@@ -327,10 +328,11 @@ def _samples_by_completions(replica: Replica, job: Job) -> bool:
 
 
 def find_stop(stops: Sequence[str], text: str, before: str) -> str | None:
-    """The stop string that the last token of `text` completed, as vLLM finds it; `before` is the text without that token."""
+    """The stop string that the last token of `text` completed first, as vLLM finds it; `before` is the text without that token."""
     clean = before.rstrip("\ufffd")
     known = len(clean) if text.startswith(clean) else 0
-    return next((stop for stop in stops if stop and text.find(stop, max(0, known - len(stop) + 1)) >= 0), None)
+    found = ((text.find(stop, max(0, known - len(stop) + 1)), place, stop) for place, stop in enumerate(stops) if stop)
+    return min(((at + len(stop), place, stop) for at, place, stop in found if at >= 0), default=(0, 0, None))[2]
 
 
 def _patience(choices: Sequence[SampledChoice]) -> float | None:

@@ -276,9 +276,11 @@ class SampledChoice(PieceChoice):
         """All of it was sampled under one weight version, or (None) it is not known under which."""
         self.versions = [] if version is None else [Version(version, 0, len(self.token_ids))]
 
-    def shown_entries(self, job: Job) -> list[Logprob]:
+    def shown_entries(self, replica: Replica, job: Job) -> list[Logprob]:
         """The entries as the harness sees them: it may have asked for fewer alternatives than the engine was, and since 0.33 vLLM returns
         one more where the sampled token is not among the likeliest."""
+        if not job.wanted.top_logprobs and replica.precedes((0, 33)):
+            return self.entries
         most = max(job.request.top_logprobs or 0, 1)
         return [msgspec.structs.replace(entry, top_logprobs=_first_tops(entry, most)) for entry in self.entries]
 
@@ -437,7 +439,7 @@ class Parser:
             "stop_reason": choice.stop_reason,
         }
         if with_logprobs:
-            shaped["logprobs"] = {"content": choice.shown_entries(self._job)}
+            shaped["logprobs"] = {"content": choice.shown_entries(self._replica, self._job)}
         return {"request_id": self._job.call_id, "choices": [shaped], "prompt_token_ids": self._job.prompt_json}
 
 

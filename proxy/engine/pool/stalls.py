@@ -19,7 +19,6 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import aiohttp
 
-from proxy.engine.apis.contact import EngineKinds
 from proxy.engine.pool.standing import Standing
 from proxy.engine.replica import EngineCall, Replica, TokenCounts
 from proxy.engine.wire.http import EngineHttp
@@ -57,15 +56,15 @@ def read_counts(page: str) -> TokenCounts:
 
 
 class Stalls:
-    """`replicas` gives those that there are, draining ones too. `is_updating` says whether a replica samples nothing because its weights
-    change. `wake` has it visited at once."""
+    """`replicas` gives those that there are, draining ones too. `sample_token` has one sample a token of nobody's. `is_updating` says
+    whether a replica samples nothing because its weights change. `wake` has it visited at once."""
 
     def __init__(
         self,
         seconds: float,
         replicas: Callable[[], Iterable[Replica]],
         standing: Standing,
-        kinds: EngineKinds,
+        sample_token: Callable[[Replica], Awaitable[None]],
         http: EngineHttp,
         is_updating: Callable[[Replica], Awaitable[bool]],
         wake: Callable[[Replica], None],
@@ -74,7 +73,7 @@ class Stalls:
         self._interval = seconds / LOOKS
         self._replicas = replicas
         self._standing = standing
-        self._kinds = kinds
+        self._sample_token = sample_token
         self._http = http
         self._is_updating = is_updating
         self._wake = wake
@@ -135,7 +134,7 @@ class Stalls:
         if not await self._count(replica):
             try:
                 async with asyncio.timeout(min(self._seconds, SAMPLE_SECONDS)):
-                    await self._kinds.of(replica).sample_one(replica)
+                    await self._sample_token(replica)
             except RequestError:
                 # It is not to be tried like this; the next calls will tell.
                 pass

@@ -23,7 +23,7 @@ class UnknownRoute(EngineFailed):
 
 
 class EngineError(EngineFailed):
-    """It answered with an error of its own."""
+    """It answered with an error of its own, not a gateway's."""
 
 
 def refusal(replica: Replica, path: str, status: int, data: bytes, retry_after: float | None = None) -> VerbatimError:
@@ -47,7 +47,8 @@ def refusal(replica: Replica, path: str, status: int, data: bytes, retry_after: 
         return EngineUnavailable(busy) if retry_after is None else EngineBusy(busy, retry_after)
     if status in (404, 405):
         return UnknownRoute(f"engine {replica.name} does not know {path}")
-    return EngineError(f"engine {replica.name} failed with HTTP {status}: {message[:300]}")
+    failed = f"engine {replica.name} failed with HTTP {status}: {message[:300]}"
+    return EngineError(failed) if status == 500 else EngineFailed(failed)
 
 
 class FramesRefused(EngineUnavailable):

@@ -200,6 +200,10 @@ class ScriptedEngine:
         self._faults[path].extend(faults)
         return self
 
+    def clear_faults(self) -> None:
+        """Forget those that no request has met."""
+        self._faults.clear()
+
     def is_aside(self, headers: Mapping[str, str]) -> bool:
         """Whether a request with these is of first contact, and kept out of what a test sees of calls."""
         return "x-verbatim-contact" in headers and not self.shows_contact
@@ -232,7 +236,7 @@ class ScriptedEngine:
         self.routes, self.adds, self.contacts, self.shows_contact = False, {}, [], False
         self.parses_itself = False
         self._replies.clear()
-        self._faults.clear()
+        self.clear_faults()
         return self
 
     def wait_for(self, happened: Callable[[], bool], seconds: float = 120.0) -> None:

@@ -245,10 +245,11 @@ class _Choice:
             return "stop", token_id, ""
         added = self._decoder.step(self._sampler.family.tokenizer, token_id) or ""
         before, self._text = len(self._text), self._text + added
-        for stop in self._stop:
-            at = self._text.find(stop, max(0, before - len(stop) + 1))
-            if at >= 0:
-                return "stop", stop, added[: max(0, at - before)]
+        found = ((self._text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self._stop)
+        # Of several, the one that ends first.
+        if met := [(at + len(stop), place, at, stop) for place, (at, stop) in enumerate(found) if at >= 0]:
+            _, _, at, stop = min(met)
+            return "stop", stop, added[: max(0, at - before)]
         if len(self._ids) >= self._limit:
             return "length", None, added
         if len(self._ids) == len(self._script) and self._say.finish_reason:

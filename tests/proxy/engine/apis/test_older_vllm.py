@@ -163,12 +163,12 @@ pieces = st.lists(st.text("ab\ufffd", min_size=1, max_size=3), min_size=1, max_s
 
 @given(pieces, st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=3))
 def test_the_stop_string_is_the_one_that_vllm_stopped_at(parts: list[str], stops: list[str]) -> None:
-    """vLLM looks for each after every token, in their order, in what the token may have completed."""
-    text = ""
+    """It looks after every token, and takes the one that it would have met first had the text come a character at a time."""
+    text, met = "", None
     for part in parts:
         before, text = text, text + part
-        new = len(part)
-        met = next((stop for stop in stops if text.find(stop, max(0, len(text) - new - len(stop) + 1)) >= 0), None)
+        grown = (text[:length] for length in range(len(before) + 1, len(text) + 1))
+        met = next((stop for shown in grown for stop in stops if shown.endswith(stop)), None)
         if met is not None:
             break
     assert find_stop(stops, text, before) == met
