@@ -120,8 +120,9 @@ def glm_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.fixture(scope="module")
-def glm_sides(glm_server: VllmServer, redis_server: RedisServer) -> Iterator[tuple[Side, Side]]:
-    with both_sides(glm_server, redis_server) as sides:
+def glm_sides(glm_server: VllmServer) -> Iterator[tuple[Side, Side]]:
+    """With a store of their own: weights that somebody pushes into an engine become those of its store, and of all engines there."""
+    with running_redis() as redis, both_sides(glm_server, redis) as sides:
         yield sides
 
 
@@ -575,8 +576,7 @@ def test_the_plugin_behind_a_router_that_reads_json_alone_is_left_alone(
 def test_a_push_reaches_both_api_servers_and_each_token_is_of_the_version_it_names(
     glm_server: VllmServer, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Last, since the engine keeps these weights; in a store of its own, whose weights every engine of a store is given. Replies in flight
-    go on under them, whichever of the two takes a step or a call."""
+    """Last, since the engine keeps these weights. Replies in flight go on under them, whichever of the two takes a step or a call."""
     from examples.demo.tiny_model import make_tiny_model
 
     checkpoints, judge = [tiny_model, make_tiny_model(tmp_path / "seed1", seed=1)], Judge()
