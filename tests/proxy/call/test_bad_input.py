@@ -471,9 +471,11 @@ def test_an_engine_that_cannot_parse_its_own_reply_loses_no_token(engine: Script
     """The tokens were sampled: they are kept, and not trained, for no harness ever acted on them."""
     session = running[1]["token"].session()
     for stream in (False, True):
-        engine.say("hello world").fault("/v1/chat/completions/derender", Fail(500, "no parser"))
+        # A slow stream is parsed in steps first, and whole where a step fails.
+        engine.say("hello world").fault("/v1/chat/completions/derender", *[Fail(500, "no parser")] * 2)
         with pytest.raises(APIError, match="no parser") as refused:
             streamed_text(session.ask("q", stream=True)) if stream else session.ask("q")
+        engine.clear_faults()
         # A stream has begun with the first token, so its error is an event.
         assert getattr(refused.value, "status_code", None) == (None if stream else 502)
     calls = session.calls
