@@ -49,8 +49,8 @@ FAULTS = (
     ),
     Fault(
         "An agent whose last call the engine failed is punished for it.",
-        '    if unserved is not None and (last is None or max(last["started_at"], replayed_at) < unserved["at"]):\n',
-        "    if unserved is not None and last is None:\n",
+        "    if (failed := find_unserved(calls, session)) is not None:\n",
+        "    if (failed := find_unserved(calls, session)) is not None and last is None:\n",
         "tests/rollout/test_faults.py -k 'engine_failed_is_tried_again'",
     ),
     # Attempts
