@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from benchmarks.processes import ADMIN, started
 from proxy.app import create_app
-from proxy.call.door import Harness
+from proxy.call.door import HarnessApp
 from proxy.settings import Settings
 from proxy.store import sessions
 
@@ -21,7 +21,7 @@ from proxy.store import sessions
 class Application:
     """Calls to it that return when all that belongs to them is done."""
 
-    def __init__(self, app: Harness) -> None:
+    def __init__(self, app: HarnessApp) -> None:
         self._app = app
 
     async def opened(self) -> tuple[str, str]:

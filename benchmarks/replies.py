@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.load import Body
-from proxy.engine.in_vllm.frames import PROTOCOL, About, Done, Ended, Piece, Planned, to_bytes, write_frame
+from proxy.engine.in_vllm.frames import PROTOCOL, About, DoneFrame, EndFrame, PieceFrame, PlanFrame, to_bytes, write_frame
 from reconstruct.records import pack_ids
 
 MODEL = "policy"
@@ -153,17 +153,17 @@ class _Answers:
         """The plugin's, by token; all in one where nothing is streamed."""
         prompt = to_bytes(pack_ids(self._prompt))
         defaults = {"temperature": 1.0, "max_tokens": self._size.sampled}
-        plan = Planned(0, prompt, self._size.prompt, b"", None, None, False, self._size.sampled, 0, defaults)
+        plan = PlanFrame(0, prompt, self._size.prompt, b"", None, None, False, self._size.sampled, 0, defaults)
         ids, logprobs = to_bytes(pack_ids(self._sampled)), np.array(self._logprobs, "<f4").tobytes()
         if stream:
             delta = {"content": WORD}
-            pieces = [Piece(0, ids[at : at + 4], logprobs[at : at + 4], delta) for at in range(0, len(ids), 4)]
+            pieces = [PieceFrame(0, ids[at : at + 4], logprobs[at : at + 4], delta) for at in range(0, len(ids), 4)]
         else:
-            pieces = [Piece(0, ids, logprobs)]
-        end = Ended(0, "stop", None, self._message(), None, [("0", 0, self._size.sampled)], None, None)
+            pieces = [PieceFrame(0, ids, logprobs)]
+        end = EndFrame(0, "stop", None, self._message(), None, [("0", 0, self._size.sampled)], None, None)
         steps = [write_frame(piece) for piece in pieces]
         steps[0] = write_frame(plan) + steps[0]
-        steps[-1] += write_frame(end) + write_frame(Done(0, None))
+        steps[-1] += write_frame(end) + write_frame(DoneFrame(0, None))
         return steps
 
     def derender(self) -> Any:

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import msgpack
 
-from cli.control import Control, Declined
+from cli.control import CommandClient, Declined
 from proxy.archive.tables import ArchivedSession
 from trainer_client.errors import ServiceError
 from trainer_client.transport import is_transient
@@ -20,7 +20,7 @@ PART_BYTES = 4 * 2**20
 PACKED = "application/msgpack;arrays=packed"
 
 
-class ArchiveApi(Control):
+class ArchiveApi(CommandClient):
     """Use in a `with` block. Requests are retried while they get no answer, 502, 503 or 504."""
 
     # The rows of a long session are built in one request.

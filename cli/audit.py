@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli.options import AsJson, ServiceUrl, SessionId
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 from reconstruct.extras import how_to_install
 
 if TYPE_CHECKING:
@@ -61,10 +61,10 @@ def audit(
     """
     from rich.console import Console
 
-    from cli.control import Control
+    from cli.control import CommandClient
     from cli.sessions import list_calls, path_of
 
-    control, path = Control(url), path_of(session_id)
+    control, path = CommandClient(url), path_of(session_id)
     session = control.get(path)
     calls = list_calls(control, session_id)
     exported = control.get(f"{path}/trajectories", builder=builder)
@@ -88,7 +88,7 @@ def audit(
         for line in left_out_lines(rows):
             console.print(line)
     if problems:
-        raise Refusal("; ".join(problems))
+        raise CommandError("; ".join(problems))
 
 
 def show(session: dict[str, Any], calls: list[dict[str, Any]], exported: dict[str, Any]) -> None:
@@ -218,7 +218,7 @@ def recompute_logprobs(
         import torch  # noqa: F401
         import transformers  # noqa: F401
     except ImportError as error:
-        raise Refusal(f"--model needs torch and transformers: {how_to_install('trainer')} transformers") from error
+        raise CommandError(f"--model needs torch and transformers: {how_to_install('trainer')} transformers") from error
 
     from trainer_client.errors import UnseenImages, VisionMismatch
     from trainer_client.recompute import load_model
@@ -230,16 +230,18 @@ def recompute_logprobs(
         try:
             loaded, vision = load_model(path)
         except (OSError, ValueError) as error:
-            raise Refusal(f"{path} is not a model that transformers can load: {error}{explain_lack(Path(path))}") from error
+            raise CommandError(
+                f"{path} is not a model that transformers can load: {error}{explain_lack(Path(path))}"
+            ) from error
         try:
             if trees:
                 differences[given] = _compare_trees(loaded, batch, version, vision)
             else:
                 differences[given] = _compare_rows(loaded, batch, version, vision, path)
         except UnseenImages as error:
-            raise Refusal(f"the session has images, and {path} is a model that sees none") from error
+            raise CommandError(f"the session has images, and {path} is a model that sees none") from error
         except VisionMismatch as error:
-            raise Refusal(str(error)) from error
+            raise CommandError(str(error)) from error
     return differences
 
 

@@ -13,11 +13,11 @@ import httpx
 import typer
 
 from cli.options import check_installed
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 from cli.stop_signals import StopSignals
 
 if TYPE_CHECKING:
-    from cli.control import Control
+    from cli.control import CommandClient
 
 NEEDS = ("aiohttp", "msgspec", "prometheus_client", "pydantic")
 PROBE_SECONDS = 10.0
@@ -49,11 +49,11 @@ def bench(
     check_installed("bench", NEEDS, "proxy")
     from rich.console import Console
 
-    from cli.benching.measurement import Bench, Bounds, Request
+    from cli.benching.measurement import Bench, Bounds, LoadShape
     from cli.serve import engine_url
 
     where = engine_url(engine)
-    request = Request(first_model(where, model), prompt, tokens, not whole)
+    request = LoadShape(first_model(where, model), prompt, tokens, not whole)
     with StopSignals() as stop, _service(where, url, stop) as control:
         report = Bench(where, control, request, Bounds(calls, seconds, connections), stop).run()
     if as_json:
@@ -63,38 +63,38 @@ def bench(
     silent = [tally for tally in report.ways.values() if not tally.calls]
     failure = next((tally.failure for tally in silent if tally.failure), "")
     if failure or len(silent) == len(report.ways):
-        raise Refusal(failure or "stopped before any call was answered")
+        raise CommandError(failure or "stopped before any call was answered")
 
 
 def first_model(engine: str, wanted: str | None) -> str:
-    """`wanted`, or the first model that the engine lists. Raises `Refusal`, also if the engine does not answer."""
+    """`wanted`, or the first model that the engine lists. Raises `CommandError`, also if the engine does not answer."""
     models = f"{engine}/v1/models"
     try:
         answer = httpx.get(models, timeout=PROBE_SECONDS)
         return wanted or str(answer.raise_for_status().json()["data"][0]["id"])
     except httpx.HTTPStatusError as error:
-        raise Refusal(
+        raise CommandError(
             f"{models} answered {error.response.status_code}: is that an engine? If it only lacks this route: --model"
         ) from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise Refusal(f"no engine at {engine}: {error}") from error
+        raise CommandError(f"no engine at {engine}: {error}") from error
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise Refusal(f"{models} names no model: is that an engine? If it only lacks this route: --model") from error
+        raise CommandError(f"{models} names no model: is that an engine? If it only lacks this route: --model") from error
 
 
 @contextmanager
-def _service(engine: str, url: str | None, stop: StopSignals) -> Iterator[Control]:
-    """The service at `url`, or one that runs as long as the block. Raises `Refusal`."""
-    from cli.control import Control
+def _service(engine: str, url: str | None, stop: StopSignals) -> Iterator[CommandClient]:
+    """The service at `url`, or one that runs as long as the block. Raises `CommandError`."""
+    from cli.control import CommandClient
     from cli.serving.own_service import OwnService
 
     if url is not None:
-        yield Control(url)
+        yield CommandClient(url)
         return
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verbatim-bench-", ignore_cleanup_errors=True)))
         own = stack.enter_context(OwnService([engine], folder / "data", folder / "logs", stop.wait, _tell))
-        yield Control(own.url, own.token)
+        yield CommandClient(own.url, own.token)
 
 
 def _tell(line: str) -> None:

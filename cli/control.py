@@ -1,4 +1,4 @@
-"""The control API as commands use it: the trainer client's transport, with every failure turned into a one-sentence `Refusal`."""
+"""The control API as commands use it: the trainer client's transport, with every failure turned into a one-sentence `CommandError`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 from trainer_client.errors import ConnectionFailed, ServiceError
 from trainer_client.transport import Transport, check_token
 
@@ -30,11 +30,11 @@ class ServerEvent:
     data: dict[str, Any]
 
 
-class NoAnswer(Refusal):
+class NoAnswer(CommandError):
     """The service could not be reached, or the connection broke."""
 
 
-class HeldBack(Refusal):
+class HeldBack(CommandError):
     """The service accepts no such request now (429); retry after `retry_after_seconds`."""
 
     def __init__(self, sentence: str, retry_after_seconds: float) -> None:
@@ -42,7 +42,7 @@ class HeldBack(Refusal):
         self.retry_after_seconds = retry_after_seconds
 
 
-class Declined(Refusal):
+class Declined(CommandError):
     """The service answered with the HTTP error `status`."""
 
     def __init__(self, sentence: str, status: int) -> None:
@@ -50,11 +50,11 @@ class Declined(Refusal):
         self.status = status
 
 
-class Control:
+class CommandClient:
     """Requests to the service at `url` (default: VERBATIM_URL, then http://127.0.0.1:8700), authenticated with `token` or with the first
     of the environment `variables` that is set, itself or as `<variable>_FILE`. Requests are not retried.
 
-    Every method raises `NoAnswer`, `HeldBack` or `Declined`, each a `Refusal`."""
+    Every method raises `NoAnswer`, `HeldBack` or `Declined`, each a `CommandError`."""
 
     timeout_seconds = TIMEOUT_SECONDS
     retry_seconds = 0.0
@@ -65,14 +65,14 @@ class Control:
         self.token = token or found
         if not self.token:
             role = self._variable.split("_")[1].lower()
-            raise Refusal(f"no {role} token: set {self._variable} to the one that verbatim serve uses", exit_code=2)
+            raise CommandError(f"no {role} token: set {self._variable} to the one that verbatim serve uses", exit_code=2)
         try:
             if httpx.URL(self.url).scheme not in ("http", "https"):
                 raise httpx.InvalidURL("it does not start with http:// or https://")
             timeouts = {"timeout_seconds": self.timeout_seconds, "retry_seconds": self.retry_seconds}
             self._transport = Transport(self.url, self.token, **timeouts)
         except httpx.InvalidURL as error:
-            raise Refusal(f"{self.url!r} is not the URL of a service (set VERBATIM_URL): {error}", exit_code=2) from error
+            raise CommandError(f"{self.url!r} is not the URL of a service (set VERBATIM_URL): {error}", exit_code=2) from error
         self.close = weakref.finalize(self, self._transport.close)
 
     def get(self, path: str, **params: Any) -> dict[str, Any]:
@@ -110,7 +110,9 @@ class Control:
         try:
             answer: dict[str, Any] = response.json() if response.content else {}
         except ValueError as error:
-            raise Refusal(f"what answers at {self.url} is no Verbatim service (set VERBATIM_URL to where it is)") from error
+            raise CommandError(
+                f"what answers at {self.url} is no Verbatim service (set VERBATIM_URL to where it is)"
+            ) from error
         return answer
 
     def _request(
@@ -147,7 +149,7 @@ class Control:
 
 def find_token(variables: Sequence[str] = (ADMIN,)) -> tuple[str, str]:
     """The first of the variables that has a token, itself or in the file that `<variable>_FILE` names, and the token; the first variable
-    and "" if none has. Raises `Refusal` (exit code 2) if the file cannot be read, or for what cannot be sent as a token."""
+    and "" if none has. Raises `CommandError` (exit code 2) if the file cannot be read, or for what cannot be sent as a token."""
     for name in variables:
         # A file's content in a variable, as a Secret's often is, ends in a line end.
         if token := os.environ.get(name, "").strip():
@@ -156,7 +158,7 @@ def find_token(variables: Sequence[str] = (ADMIN,)) -> tuple[str, str]:
             try:
                 lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
             except (OSError, UnicodeDecodeError) as error:
-                raise Refusal(f"{name}_FILE {path} cannot be read: {error}", exit_code=2) from error
+                raise CommandError(f"{name}_FILE {path} cannot be read: {error}", exit_code=2) from error
             # As the service reads it: a token per line.
             if tokens := [line for line in lines if line and not line.startswith("#")]:
                 return f"{name}_FILE", _check_token(f"{name}_FILE", tokens[0])
@@ -167,7 +169,7 @@ def _check_token(variable: str, token: str) -> str:
     try:
         return check_token(token)
     except ValueError as error:
-        raise Refusal(f"{variable} holds no token: {error}", exit_code=2) from error
+        raise CommandError(f"{variable} holds no token: {error}", exit_code=2) from error
 
 
 def _parse_events(lines: Iterable[str]) -> Iterator[ServerEvent]:

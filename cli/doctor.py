@@ -18,11 +18,11 @@ import typer
 from cli.checks import EXTRAS, Check, check_disks, check_harness, check_readable, check_runtimes, print_checks
 from cli.engine_access import PROBE_SECONDS, check_engine, open_engine_client
 from cli.options import AsJson, ServiceUrl, find_missing, installed_version
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 from reconstruct.extras import how_to_install
 
 if TYPE_CHECKING:
-    from cli.control import Control
+    from cli.control import CommandClient
 
 REPLACE = "install a current valkey-server or redis-server"
 INTERPRETERS = ("python3", "node", "sh")
@@ -74,7 +74,7 @@ def doctor(
     else:
         print_checks(Console(), checks)
     if wrong := [check.about for check in checks if check.state == "fix"]:
-        raise Refusal(f"to fix: {', '.join(dict.fromkeys(wrong))}")
+        raise CommandError(f"to fix: {', '.join(dict.fromkeys(wrong))}")
 
 
 def check_version() -> Check:
@@ -100,21 +100,21 @@ def check_extras() -> Iterator[Check]:
 
 def check_service(url: str | None) -> Iterator[Check]:
     """The service, its clock, its store, its engines and its nodes."""
-    from cli.control import Control, NoAnswer
+    from cli.control import CommandClient, NoAnswer
 
     try:
         # Probes need no token, so that a missing one is not taken for a missing service.
-        control = Control(url, token="none")
+        control = CommandClient(url, token="none")
         answer = control.fetch("/healthz")
         yield Check("service", "ok", control.url)
         yield from _check_clock(answer.headers.get("date"))
-        control = Control(url)
+        control = CommandClient(url)
         engines = control.get("/engines")
     except NoAnswer as refusal:
         advice = "start it with verbatim serve, or name it with --url or VERBATIM_URL"
         yield Check("service", "note", str(refusal).partition(" (")[0].partition(": ")[0], advice)
         return
-    except Refusal as refusal:
+    except CommandError as refusal:
         yield Check("token", "fix", str(refusal))
         return
     yield Check("token", "ok", "the service knows it as an admin's")
@@ -134,7 +134,7 @@ def _check_clock(date: str | None) -> Iterator[Check]:
         yield Check("clock", "ok", "the service's agrees with this machine's")
 
 
-def _check_store(control: Control) -> Iterator[Check]:
+def _check_store(control: CommandClient) -> Iterator[Check]:
     from cli.control import Declined
 
     try:
@@ -174,7 +174,7 @@ def _check_replicas(engines: dict[str, Any]) -> Iterator[Check]:
         yield from (Check(about, "note", note) for note in replica["notes"])
 
 
-def _check_nodes(control: Control) -> Iterator[Check]:
+def _check_nodes(control: CommandClient) -> Iterator[Check]:
     nodes = control.get("/nodes")["nodes"]
     if not nodes:
         yield Check("nodes", "note", "none takes rollouts", "submitted tasks wait until verbatim node runs somewhere")
@@ -201,7 +201,7 @@ async def check_redis(url: str) -> list[Check]:
 
     try:
         connection = await connect(url, patience_seconds=0.0)
-    except Refusal as refusal:
+    except CommandError as refusal:
         return [Check("redis", "fix", str(refusal))]
     try:
         servers = await connection.read_info()

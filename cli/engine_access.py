@@ -12,7 +12,7 @@ import httpx
 
 from cli.checks import EXTRAS, Check, State
 from cli.options import find_missing
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 
 PROBE_SECONDS = 10.0
 V1 = "/v1"
@@ -26,7 +26,7 @@ START = "start it, or correct the URL: vllm serve MODEL --enable-scale-out (befo
 
 def open_engine_client(seconds: float, key_file: Path | None = None) -> httpx.Client:
     """A client that shows the engines the service's key and trusts whom the service trusts, by the same variables; `key_file` wins over
-    them. Raises `Refusal`."""
+    them. Raises `CommandError`."""
     from proxy.engine.wire.tls import build_client_tls
 
     files = {name: Path(value) for name in _TLS_FILES if (value := os.environ.get(f"VERBATIM_ENGINE_{name}"))}
@@ -34,7 +34,7 @@ def open_engine_client(seconds: float, key_file: Path | None = None) -> httpx.Cl
         key = _read_key(key_file)
         tls = build_client_tls(files.get("CA_FILE"), files.get("CLIENT_CERT"), files.get("CLIENT_KEY"))
     except ValueError as error:
-        raise Refusal(str(error), exit_code=2) from error
+        raise CommandError(str(error), exit_code=2) from error
     return httpx.Client(
         timeout=httpx.Timeout(seconds, connect=5.0),
         headers={"Authorization": f"Bearer {key}"} if key else {},

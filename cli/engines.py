@@ -23,10 +23,10 @@ def list_(url: ServiceUrl = None, as_json: AsJson = False) -> None:
     verbatim engines list
     verbatim engines list --json | jq -r '.[] | select(.status == "down") | .reason'
     """
-    from cli.control import Control
+    from cli.control import CommandClient
     from cli.tables import print_json, standard_output
 
-    found = Control(url).get("/engines")
+    found = CommandClient(url).get("/engines")
     if as_json:
         print_json(found["replicas"])
         return
@@ -68,9 +68,9 @@ def add(
     verbatim engines add http://10.0.0.7:8000
     verbatim engines add dns://vllm.default.svc:8000 --policy critic
     """
-    from cli.control import Control
+    from cli.control import CommandClient
 
-    added = Control(url).post("/engines", {"url": engine, "policy": policy} | ({"models": model} if model else {}))
+    added = CommandClient(url).post("/engines", {"url": engine, "policy": policy} | ({"models": model} if model else {}))
     typer.echo(f"{added['name']} added to {added['policy'] or 'the default policy'}")
 
 
@@ -86,9 +86,9 @@ def remove(
     \b
     verbatim engines remove http://10.0.0.7:8000
     """
-    from cli.control import Control
+    from cli.control import CommandClient
 
-    removed = Control(url).delete(f"/engines/{quote(engine, safe='')}")
+    removed = CommandClient(url).delete(f"/engines/{quote(engine, safe='')}")
     typer.echo(f"{removed['name']} removed; calls in flight finish on it")
 
 

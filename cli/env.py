@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from cli.options import NewSessionId, ServiceUrl
-from cli.refusal import Refusal
-from cli.run import HarnessName, ModelName, OpenedSession, find_model, load_harness, open_session
+from cli.refusal import CommandError
+from cli.run import HarnessName, ModelName, RunSession, find_model, load_harness, open_session
 from rollout.harnesses.definition import Harness
 from rollout.harnesses.prepared import HarnessError, home_variables
 
@@ -47,14 +47,14 @@ def env(
 
     The output contains the session's key. {prompt} marks the place of the task.
     """
-    from cli.control import Control
+    from cli.control import CommandClient
 
     definition = load_harness(harness)
     if output not in FORMATS:
-        raise Refusal(f"--format {output!r} is invalid: choose one of {', '.join(FORMATS)}", exit_code=2)
+        raise CommandError(f"--format {output!r} is invalid: choose one of {', '.join(FORMATS)}", exit_code=2)
     if home is not None and home.resolve() == Path.home().resolve():
-        raise Refusal(f"--home {home} is your own home, whose files would be replaced: choose another folder", exit_code=2)
-    session = open_session(Control(url), definition, session_id=session_id)
+        raise CommandError(f"--home {home} is your own home, whose files would be replaced: choose another folder", exit_code=2)
+    session = open_session(CommandClient(url), definition, session_id=session_id)
     try:
         given = describe(definition, session, model, home)
     except BaseException as error:
@@ -64,19 +64,19 @@ def env(
     typer.echo(json.dumps(given, indent=2) if output == "json" else render_shell(given, session))
 
 
-def describe(definition: Harness, session: OpenedSession, model: str | None, home: Path | None) -> dict[str, Any]:
+def describe(definition: Harness, session: RunSession, model: str | None, home: Path | None) -> dict[str, Any]:
     """The harness's settings as one JSON object; its files are written if there is a `home`."""
     model, limits = find_model(definition, session, model)
     place = home.absolute() if home is not None else Path.home()
     try:
         prepared = definition.prepare(session.endpoint, model, ["{prompt}"], place, limits=limits)
     except HarnessError as error:
-        raise Refusal(str(error)) from error
+        raise CommandError(str(error)) from error
     if home is not None:
         try:
             prepared.write(place)
         except (OSError, HarnessError) as error:
-            raise Refusal(f"--home {home}: {error}") from error
+            raise CommandError(f"--home {home}: {error}") from error
     return {
         "harness": definition.name,
         "session_id": session.session_id,
@@ -91,7 +91,7 @@ def describe(definition: Harness, session: OpenedSession, model: str | None, hom
     }
 
 
-def render_shell(given: dict[str, Any], session: OpenedSession) -> str:
+def render_shell(given: dict[str, Any], session: RunSession) -> str:
     """Lines for a POSIX shell. Commands end with a semicolon and comments come last, so that an eval without quotes, which joins the
     lines, works as well."""
     lines = [f"unset {name};" for name in given["unset"]]

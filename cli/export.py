@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli.options import ServiceUrl, find_missing
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 from reconstruct.extras import how_to_install
 
 if TYPE_CHECKING:
@@ -75,13 +75,13 @@ def export(
     from proxy.archive.folder import FORMATS, ArchiveError, ArchiveReader, ArchiveWriter
 
     if format not in FORMATS:
-        raise Refusal(f"--format {format!r} is invalid: choose one of {', '.join(FORMATS)}", exit_code=2)
+        raise CommandError(f"--format {format!r} is invalid: choose one of {', '.join(FORMATS)}", exit_code=2)
     if format == "parquet" and find_missing(("pyarrow",)):
-        raise Refusal(f"--format parquet needs pyarrow: {how_to_install('archive')}, or add --format jsonl")
+        raise CommandError(f"--format parquet needs pyarrow: {how_to_install('archive')}, or add --format jsonl")
     for name in status or ():
         if name not in CLOSED:
-            raise Refusal(f"--status {name!r} is invalid: choose from {', '.join(CLOSED)}", exit_code=2)
-    wanted = Filter(parse_time("--since", since), parse_time("--until", until), group, task, tuple(status or CLOSED))
+            raise CommandError(f"--status {name!r} is invalid: choose from {', '.join(CLOSED)}", exit_code=2)
+    wanted = ExportFilter(parse_time("--since", since), parse_time("--until", until), group, task, tuple(status or CLOSED))
     console = Console(stderr=True)
     with ArchiveApi(url) as api:
         try:
@@ -89,14 +89,14 @@ def export(
                 totals = _export(api, writer, wanted, console)
             written = None if pairs is None else write_pairs(ArchiveReader(out), pairs)
         except (ArchiveError, OSError) as error:
-            raise Refusal(str(error)) from error
+            raise CommandError(str(error)) from error
     typer.echo(totals.summarize(writer.folder))
     if written is not None:
         typer.echo(f"wrote {written} preference pairs to {pairs}")
 
 
 @dataclass(frozen=True, slots=True)
-class Filter:
+class ExportFilter:
     """Selects the sessions to export. Times are epoch seconds."""
 
     since: float | None
@@ -128,7 +128,7 @@ def parse_time(flag: str, text: str | None) -> float | None:
     try:
         return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else datetime.fromisoformat(text).timestamp()
     except ValueError as error:
-        raise Refusal(
+        raise CommandError(
             f"{flag} {text!r} is invalid: use 12h, 7d, 2026-01-31, 2026-01-31T12:00, or epoch seconds", exit_code=2
         ) from error
 
@@ -155,7 +155,7 @@ class Totals:
         return line
 
 
-def _export(api: ArchiveApi, writer: ArchiveWriter, wanted: Filter, console: Console) -> Totals:
+def _export(api: ArchiveApi, writer: ArchiveWriter, wanted: ExportFilter, console: Console) -> Totals:
     totals = Totals()
 
     def is_present(session: dict[str, Any]) -> bool:
@@ -264,11 +264,11 @@ def import_sessions(
     try:
         reader = ArchiveReader(folder)
         if "parquet" in reader.formats and find_missing(("pyarrow",)):
-            raise Refusal(f"{folder} is in Parquet, which needs pyarrow: {how_to_install('archive')}")
+            raise CommandError(f"{folder} is in Parquet, which needs pyarrow: {how_to_install('archive')}")
         with ArchiveApi(url) as api:
             counted = _import(api, reader, deliver, Console(stderr=True))
     except (ArchiveError, OSError) as error:
-        raise Refusal(str(error)) from error
+        raise CommandError(str(error)) from error
     line = f"imported {counted['restored']} sessions from {folder}"
     line += f"; {counted['present']} were there already" if counted["present"] else ""
     typer.echo(line if reader.manifest["complete"] else f"{line}; the export is not finished, so more may follow")

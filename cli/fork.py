@@ -8,10 +8,10 @@ from urllib.parse import quote
 import typer
 
 from cli.options import ServiceUrl, SessionId
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 
 if TYPE_CHECKING:
-    from cli.control import Control
+    from cli.control import CommandClient
 
 
 def fork(
@@ -44,10 +44,10 @@ def fork(
     """
     from rich.console import Console
 
-    from cli.control import Control
+    from cli.control import CommandClient
     from cli.tasks import wait_for_end
 
-    control = Control(url)
+    control = CommandClient(url)
     body = _find_task(control, session_id, task_file)
     pivot: str | int = int(at) if at.isdecimal() and len(at) < _ID_LENGTH else at
     replay = {"session_id": session_id, "until": pivot, "on_divergence": on_divergence}
@@ -57,7 +57,7 @@ def fork(
         try:
             wait_for_end(control, [submitted], Console(stderr=True))
         except KeyboardInterrupt as interrupt:
-            raise Refusal(
+            raise CommandError(
                 "no longer waiting; the forks continue (verbatim tasks cancel stops them)", exit_code=130
             ) from interrupt
 
@@ -68,8 +68,8 @@ _OF_THE_GROUP = ("task_id", "num_samples", "early_stop_usable_samples", "fork")
 """Fields that are not those of the session's task."""
 
 
-def _find_task(control: Control, session_id: str, file: str | None) -> dict[str, Any]:
-    """The body of the session's task without what is its group's. Raises `Refusal`."""
+def _find_task(control: CommandClient, session_id: str, file: str | None) -> dict[str, Any]:
+    """The body of the session's task without what is its group's. Raises `CommandError`."""
     from cli.sessions import path_of
     from cli.tasks import read_bodies
 
@@ -78,14 +78,16 @@ def _find_task(control: Control, session_id: str, file: str | None) -> dict[str,
         bodies = [body for _, body in read_bodies(file)]
         fitting = [body for body in bodies if body.get("task_id") == task_id] or (bodies if len(bodies) == 1 else [])
         if not fitting:
-            raise Refusal(f"{file} has no task {task_id}")
+            raise CommandError(f"{file} has no task {task_id}")
         body = fitting[0]
     elif task_id is None:
-        raise Refusal(f"session {session_id} is of no task: give one with --task, or open its forks with POST /sessions")
+        raise CommandError(f"session {session_id} is of no task: give one with --task, or open its forks with POST /sessions")
     else:
         body = control.get(f"/tasks/{quote(task_id, safe='')}")["task"]
         if _leaves_out_uploads(body):
-            raise Refusal(f"task {task_id} uploads files, whose contents the service shows no more: give its line with --task")
+            raise CommandError(
+                f"task {task_id} uploads files, whose contents the service shows no more: give its line with --task"
+            )
     group = {name: value for name, value in (body.get("group") or {}).items() if name != "minimum"}
     return {name: value for name, value in {**body, "group": group}.items() if name not in _OF_THE_GROUP}
 

@@ -11,7 +11,7 @@ import typer
 
 from cli.checks import EXTRAS
 from cli.options import check_installed
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 from cli.stop_signals import StopSignals
 
 NEEDS = ("simpleeval", "pydantic", "msgspec", "pyarrow")
@@ -76,12 +76,12 @@ def generate(
     """
     check_flags(engine, url, run, samples, want, max_samples)
     if engine_api_key_file is not None and not engine:
-        raise Refusal("--engine-api-key-file is the key of --engine; the service of --url has its own", exit_code=2)
+        raise CommandError("--engine-api-key-file is the key of --engine; the service of --url has its own", exit_code=2)
     if url is None:
         check_installed("generate --engine", (*NEEDS, *EXTRAS["proxy"]), "proxy,rollout,archive")
     check_installed("generate", NEEDS, "rollout,archive")
     from cli.archive_api import ArchiveApi
-    from cli.generation.attempts import Accept, Limits, Overrides, read_inputs
+    from cli.generation.attempts import Accept, Overrides, RoundPlan, read_inputs
     from cli.generation.folder import GenerationFolder
     from cli.generation.needs import check_nodes, check_own_node, list_kinds
     from cli.generation.rounds import Generation
@@ -91,7 +91,7 @@ def generate(
 
     rule = Accept(accept)
     inputs = read_inputs(read_bodies(tasks), Overrides(harness, model, runtime), rule)
-    limits = Limits(samples, max_samples or samples, want)
+    limits = RoundPlan(samples, max_samples or samples, want)
     settings: dict[str, Any] = {"--harness": harness, "--model": model, "--runtime": runtime, "--accept": accept}
     settings |= {"--samples": samples, "--want": want, "--max-samples": limits.most}
     with StopSignals() as stop, GenerationFolder(out, settings) as folder:
@@ -118,24 +118,24 @@ def generate(
                 stack.enter_context(api)
                 texts = stack.enter_context(Detokenizer(api.get("/engines")["replicas"], engine_api_key_file))
                 Generation(api, folder, inputs, limits, rule, screen, wait, texts.decode).run()
-        except Refusal as refusal:
+        except CommandError as refusal:
             if stop.number is None:
                 raise
             why = str(refusal)
     if stop.number is not None:
-        raise Refusal(why, exit_code=128 + stop.number)
+        raise CommandError(why, exit_code=128 + stop.number)
 
 
 def check_flags(
     engine: list[str] | None, url: str | None, run: int | None, samples: int, want: int | None, max_samples: int | None
 ) -> None:
-    """Raises `Refusal` (exit code 2)."""
+    """Raises `CommandError` (exit code 2)."""
     if bool(engine) == bool(url):
-        raise Refusal("pass either --engine, to start a service, or --url, to use a running one", exit_code=2)
+        raise CommandError("pass either --engine, to start a service, or --url, to use a running one", exit_code=2)
     if url and run is not None:
-        raise Refusal("--run configures the node that --engine starts; the nodes of --url have their own", exit_code=2)
+        raise CommandError("--run configures the node that --engine starts; the nodes of --url have their own", exit_code=2)
     most = max_samples or samples
     if most < samples:
-        raise Refusal(f"--max-samples {most} is less than --samples {samples}", exit_code=2)
+        raise CommandError(f"--max-samples {most} is less than --samples {samples}", exit_code=2)
     if want is not None and want > most:
-        raise Refusal(f"--want {want} is more than the {most} attempts allowed: raise --max-samples", exit_code=2)
+        raise CommandError(f"--want {want} is more than the {most} attempts allowed: raise --max-samples", exit_code=2)

@@ -28,10 +28,10 @@ def list_(
     verbatim groups list
     verbatim groups list --json | jq '.[] | select(.delivery == "filling")'
     """
-    from cli.control import Control
+    from cli.control import CommandClient
     from cli.tables import print_listing
 
-    found = Control(url).get("/groups", search=search or None, limit=limit)["groups"]
+    found = CommandClient(url).get("/groups", search=search or None, limit=limit)["groups"]
     print_listing(found, groups_table, as_json)
 
 
@@ -46,10 +46,10 @@ def show(
     \b
     verbatim groups show task-7
     """
-    from cli.control import Control
+    from cli.control import CommandClient
     from cli.tables import print_json, standard_output
 
-    found = Control(url).get(f"/groups/{quote(group, safe='')}")
+    found = CommandClient(url).get(f"/groups/{quote(group, safe='')}")
     if as_json:
         print_json(found)
         return

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli.options import check_installed, find_missing
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 from cli.run import parse_variables
 from reconstruct.extras import how_to_install
 
@@ -106,7 +106,7 @@ def import_tasks(
     _write(lines.values(), out)
     typer.echo(f"{len(lines)} tasks imported, {len(left_out)} left out", err=True)
     if not lines:
-        raise Refusal(f"no task could be imported from {path}")
+        raise CommandError(f"no task could be imported from {path}")
 
 
 Make = Callable[..., "Task"]
@@ -115,7 +115,7 @@ Make = Callable[..., "Task"]
 def _list_sources(
     kind: TaskSet, path: Path, image: str | None, runtime: str, variables: Mapping[str, str]
 ) -> Iterator[tuple[str, Make]]:
-    """The name of each task, and what makes it from further fields. Raises `Refusal`."""
+    """The name of each task, and what makes it from further fields. Raises `CommandError`."""
     from rollout.task import HarnessSpec
     from rollout.task_sources import harbor_task, swebench_task, terminal_bench_task
 
@@ -134,21 +134,21 @@ def _list_sources(
 
 
 def _find_folders(path: Path, mark: str) -> list[Path]:
-    """The folders at or below `path` that hold the file `mark`. Raises `Refusal` if there are none."""
+    """The folders at or below `path` that hold the file `mark`. Raises `CommandError` if there are none."""
     if (path / mark).is_file():
         return [path]
     found = sorted(file.parent for file in path.rglob(mark)) if path.is_dir() else []
     if not found:
-        raise Refusal(f"there is no task at or below {path}: its folder would hold a {mark}")
+        raise CommandError(f"there is no task at or below {path}: its folder would hold a {mark}")
     return found
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a data set's file. Raises `Refusal`."""
+    """The rows of a data set's file. Raises `CommandError`."""
     try:
         if path.suffix == ".parquet":
             if find_missing(("pyarrow",)):
-                raise Refusal(f"{path} is in Parquet, which needs pyarrow: {how_to_install('archive')}")
+                raise CommandError(f"{path} is in Parquet, which needs pyarrow: {how_to_install('archive')}")
             import pyarrow.parquet as pq
 
             rows: Any = pq.read_table(path).to_pylist()
@@ -159,9 +159,9 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
                 [json.loads(line) for line in text.split("\n") if line.strip()] if path.suffix == ".jsonl" else json.loads(text)
             )
     except (OSError, ValueError) as error:
-        raise Refusal(f"{path} cannot be read: {error}") from error
+        raise CommandError(f"{path} cannot be read: {error}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise Refusal(f"{path} holds no rows: it must be a list of objects")
+        raise CommandError(f"{path} holds no rows: it must be a list of objects")
     return rows
 
 
@@ -173,4 +173,4 @@ def _write(lines: Iterable[str], out: Path | None) -> None:
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise Refusal(f"{out} cannot be written: {error.strerror}") from error
+        raise CommandError(f"{out} cannot be written: {error.strerror}") from error

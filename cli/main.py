@@ -31,7 +31,7 @@ from cli import (
     weights,
 )
 from cli.options import installed_version
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 
 app = typer.Typer(
     name="verbatim",
@@ -82,7 +82,7 @@ def main() -> None:
     """Run the command. Exit codes: 0 success, 1 failure with one sentence on stderr, 2 usage error."""
     try:
         app()
-    except Refusal as refusal:
+    except CommandError as refusal:
         from cli.feedback import remove_controls
 
         # It may quote what an agent printed.

@@ -15,15 +15,15 @@ from urllib.parse import urlsplit
 import typer
 
 from cli.options import ServiceUrl, check_installed
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 
 if TYPE_CHECKING:
-    from cli.control import Control
+    from cli.control import CommandClient
     from proxy.store.connection import StoreConnection
     from rollout.node import NodeSettings
     from rollout.runtimes.base import ProxyAddress, RuntimeKind
     from rollout.stages import Slots
-    from rollout.steps import NodeParts
+    from rollout.steps import NodeContext
 
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ def node(
     one stops them all.
     """
     check_installed("node", NEEDS, "rollout")
-    from cli.control import ADMIN, NODE, Control
+    from cli.control import ADMIN, NODE, CommandClient
     from cli.serving import logs
     from rollout.node import NodeSettings
     from rollout.stages import Slots
@@ -118,7 +118,7 @@ def node(
     logs.configure(log_level, log_format)
     if not redis:
         hint = "if it is embedded, unix://DATA_DIR/redis.sock on the same machine"
-        raise Refusal(f"no --redis given: pass the Redis of the service; {hint}", exit_code=2)
+        raise CommandError(f"no --redis given: pass the Redis of the service; {hint}", exit_code=2)
     settings = NodeSettings(
         labels=parse_labels(labels or []),
         cpus=cpus or float(len(os.sched_getaffinity(0))),
@@ -127,7 +127,7 @@ def node(
         drain_seconds=drain_seconds,
         log_mb=log_mb,
     )
-    control = Control(url, variables=(NODE, ADMIN))
+    control = CommandClient(url, variables=(NODE, ADMIN))
     slots = Slots(prepare, ready, run, evaluate)
     where = (harness_url or control.url).rstrip("/")
     asyncio.run(
@@ -146,12 +146,12 @@ def node(
 
 
 def parse_labels(given: list[str]) -> Mapping[str, str]:
-    """Raises `Refusal` (exit code 2)."""
+    """Raises `CommandError` (exit code 2)."""
     labels = {}
     for item in given:
         name, equals, value = item.partition("=")
         if not name or not equals:
-            raise Refusal(f"--label {item!r} is not NAME=VALUE", exit_code=2)
+            raise CommandError(f"--label {item!r} is not NAME=VALUE", exit_code=2)
         labels[name] = value
     return labels
 
@@ -161,7 +161,7 @@ def measure_memory_mb() -> int:
 
 
 async def _serve(
-    control: Control,
+    control: CommandClient,
     harness_url: str,
     redis: str,
     name: str,
@@ -177,7 +177,7 @@ async def _serve(
     from rollout.harnesses import catalogue as harnesses
     from rollout.sessions import Judge, Sessions
     from rollout.stages import Capacity, Stages
-    from rollout.steps import NodeParts
+    from rollout.steps import NodeContext
     from rollout.store.work import WorkStore
 
     proxy = parse_proxy(harness_url, "--url" if harness_url == control.url else "--harness-url")
@@ -187,7 +187,7 @@ async def _serve(
     logs = make_logs_folder(data_dir)
     connection = await connect_to_work(redis)
     sessions = Sessions(control.url, control.token)
-    parts = NodeParts(
+    parts = NodeContext(
         name=name,
         prefix=node_prefix(name, service),
         url=harness_url,
@@ -207,11 +207,11 @@ async def _serve(
         await connection.close()
 
 
-async def _run(parts: NodeParts, settings: NodeSettings, control: Control) -> None:
+async def _run(parts: NodeContext, settings: NodeSettings, control: CommandClient) -> None:
     """Run until the node is stopped and has drained."""
-    from rollout.node import Node
+    from rollout.node import RolloutNode
 
-    node = Node(parts, settings)
+    node = RolloutNode(parts, settings)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, node.drain)
@@ -230,7 +230,7 @@ async def _run(parts: NodeParts, settings: NodeSettings, control: Control) -> No
 
 
 async def find_kinds(wanted: list[str]) -> dict[str, RuntimeKind]:
-    """The wanted kinds of runtimes, or all that work on this machine. Raises `Refusal` if a wanted one is missing, or all are."""
+    """The wanted kinds of runtimes, or all that work on this machine. Raises `CommandError` if a wanted one is missing, or all are."""
     from rollout.runtimes import catalogue
     from rollout.runtimes.base import BadRuntime
 
@@ -240,35 +240,35 @@ async def find_kinds(wanted: list[str]) -> dict[str, RuntimeKind]:
         try:
             kind = catalogue.load(name)
         except BadRuntime as error:
-            raise Refusal(str(error), exit_code=2) from error
+            raise CommandError(str(error), exit_code=2) from error
         if (why := await kind.probe()) is None:
             kinds[name] = kind
         else:
             lacking.append(f"{name}: {why}")
     if not kinds or (wanted and lacking):
-        raise Refusal(f"this machine lacks what its runtimes need: {'; '.join(lacking)}")
+        raise CommandError(f"this machine lacks what its runtimes need: {'; '.join(lacking)}")
     return kinds
 
 
 async def connect(redis: str, *, patience_seconds: float = REDIS_SECONDS) -> StoreConnection:
-    """Raises `Refusal` if Redis does not answer."""
+    """Raises `CommandError` if Redis does not answer."""
     from proxy.errors import StoreUnavailable
     from proxy.store.connection import StoreConnection
 
     try:
         connection = StoreConnection(redis, patience_seconds=patience_seconds)
     except ValueError as error:
-        raise Refusal(f"--redis is not a Redis URL: {error}", exit_code=2) from error
+        raise CommandError(f"--redis is not a Redis URL: {error}", exit_code=2) from error
     try:
         await connection.ping(patient=True)
     except StoreUnavailable as error:
         await connection.close()
-        raise Refusal(f"{error.message.rstrip('.')}; start it or correct --redis") from error
+        raise CommandError(f"{error.message.rstrip('.')}; start it or correct --redis") from error
     return connection
 
 
 async def connect_to_work(redis: str) -> StoreConnection:
-    """The same for the store that holds the rollouts. Raises `Refusal` also if a newer build has served it."""
+    """The same for the store that holds the rollouts. Raises `CommandError` also if a newer build has served it."""
     from proxy.store.service import NewerStore, check_level
 
     connection = await connect(redis)
@@ -276,27 +276,27 @@ async def connect_to_work(redis: str) -> StoreConnection:
         await check_level(connection, serves=False)
     except NewerStore as error:
         await connection.close()
-        raise Refusal(error.message, exit_code=2) from error
+        raise CommandError(error.message, exit_code=2) from error
     return connection
 
 
 def parse_proxy(url: str, flag: str) -> ProxyAddress:
-    """Raises `Refusal` (exit code 2)."""
+    """Raises `CommandError` (exit code 2)."""
     from rollout.runtimes.base import ProxyAddress
 
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise Refusal(f"{flag} {url!r} is not an http or https URL", exit_code=2)
+        raise CommandError(f"{flag} {url!r} is not an http or https URL", exit_code=2)
     return ProxyAddress(parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
 
 
 def make_logs_folder(data_dir: Path) -> Path:
-    """Raises `Refusal`."""
+    """Raises `CommandError`."""
     folder = Path(os.path.abspath(data_dir)) / "logs"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Refusal(f"the data directory {data_dir} is not writable: {error}") from error
+        raise CommandError(f"the data directory {data_dir} is not writable: {error}") from error
     return folder
 
 
@@ -308,15 +308,15 @@ UNSEEN_SECONDS = 20.0
 """After which a node warns that the service does not list it."""
 
 
-async def await_admission(control: Control) -> None:
-    """Wait until the service accepts the token. Raises `Refusal` if it rejects it: every rollout that the node took would fail until its
-    attempts are used up."""
+async def await_admission(control: CommandClient) -> None:
+    """Wait until the service accepts the token. Raises `CommandError` if it rejects it: every rollout that the node took would fail until
+    its attempts are used up."""
     logged = ""
     while True:
         try:
             await asyncio.to_thread(control.get, "/nodes")
             return
-        except Refusal as refusal:
+        except CommandError as refusal:
             if not _may_pass(refusal):
                 raise
             if str(refusal) != logged:
@@ -325,7 +325,7 @@ async def await_admission(control: Control) -> None:
         await asyncio.sleep(LOOK_SECONDS)
 
 
-async def await_listing(control: Control, name: str, patience_seconds: float = UNSEEN_SECONDS) -> None:
+async def await_listing(control: CommandClient, name: str, patience_seconds: float = UNSEEN_SECONDS) -> None:
     """Wait until the service lists the node; warn once if it does not, because none of its tasks arrive here."""
     loop = asyncio.get_running_loop()
     until, announced = loop.time() + patience_seconds, False
@@ -333,7 +333,7 @@ async def await_listing(control: Control, name: str, patience_seconds: float = U
         try:
             if any(node["name"] == name for node in (await asyncio.to_thread(control.get, "/nodes"))["nodes"]):
                 return
-        except Refusal:
+        except CommandError:
             # An unreachable service is reported elsewhere.
             until = loop.time() + patience_seconds
         if not announced and loop.time() > until:
@@ -342,7 +342,7 @@ async def await_listing(control: Control, name: str, patience_seconds: float = U
         await asyncio.sleep(LOOK_SECONDS)
 
 
-def _may_pass(refusal: Refusal) -> bool:
+def _may_pass(refusal: CommandError) -> bool:
     from cli.control import Declined, HeldBack, NoAnswer
 
     if isinstance(refusal, Declined):

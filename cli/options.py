@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 from reconstruct.extras import how_to_install
 
 ServiceUrl = Annotated[
@@ -32,9 +32,9 @@ def installed_version() -> str:
 
 
 def check_installed(command: str, modules: Sequence[str], extras: str) -> None:
-    """Raises `Refusal` that names the missing modules and the extras that install them."""
+    """Raises `CommandError` that names the missing modules and the extras that install them."""
     if missing := find_missing(modules):
-        raise Refusal(f"verbatim {command} needs {', '.join(missing)}: {how_to_install(extras)}")
+        raise CommandError(f"verbatim {command} needs {', '.join(missing)}: {how_to_install(extras)}")
 
 
 def find_missing(modules: Sequence[str]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Refusal(Exception):
+class CommandError(Exception):
     """Printed as one sentence on stderr, without a traceback. `exit_code` 2 is a usage error."""
 
     def __init__(self, sentence: str, *, exit_code: int = 1) -> None:

@@ -20,19 +20,19 @@ import httpx
 import typer
 
 from cli.options import NewSessionId, ServiceUrl
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 from cli.sessions import accounting_line, count_roles
 from cli.stop_signals import StopSignals
 from reconstruct.roles import encode_rule
 from rollout.harnesses.catalogue import load
 from rollout.harnesses.definition import Harness, find_unserved
 from rollout.harnesses.limits import Limits, explain_unknown_window, read_window
-from rollout.harnesses.prepared import Endpoint, HarnessError
+from rollout.harnesses.prepared import HarnessError, SessionAccess
 
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from cli.control import Control
+    from cli.control import CommandClient
 
 
 TIMED_OUT = 124
@@ -86,20 +86,20 @@ def run(
     gives for finished work and the last reply did finish it. While the service accepts no new sessions because the trainers are behind, the
     command waits.
     """
-    from cli.control import Control
+    from cli.control import CommandClient
 
     definition = load_harness(harness)
     passed, words = parse_variables(env or []), words or []
     check_words(definition, words)
     if reward is not None and not math.isfinite(reward):
-        raise Refusal(f"--reward {reward} is invalid: pass a finite number", exit_code=2)
+        raise CommandError(f"--reward {reward} is invalid: pass a finite number", exit_code=2)
     check_executable(definition, words, {**os.environ, **definition.env, **passed})
-    control = Control(url)
+    control = CommandClient(url)
     fields = {"session_id": session_id, "task_id": task_id, "group_id": group_id, "group_size": group_size}
     with StopSignals() as stop:
         with WaitIndicator() as waiting:
             session = open_when_admitted(control, stop, waiting.show, definition, **fields)
-        outcome = Outcome("failed", 1, "verbatim run broke off")
+        outcome = RunEnd("failed", 1, "verbatim run broke off")
         try:
             with make_home(keep_home) as home:
                 outcome = attempt(definition, session, words, model, home, passed, timeout, stop)
@@ -111,7 +111,7 @@ def run(
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunEnd:
     """How the run ended: the session's status, the command's exit code, the error, and a warning. `summary` replaces the status in the
     summary if the status says too little."""
 
@@ -123,27 +123,27 @@ class Outcome:
 
 
 def parse_variables(given: list[str]) -> dict[str, str]:
-    """The variables of --env; `NAME` alone takes the value of this process. Raises `Refusal` (exit code 2)."""
+    """The variables of --env; `NAME` alone takes the value of this process. Raises `CommandError` (exit code 2)."""
     passed = {}
     for item in given:
         name, equals, value = item.partition("=")
         if not name or (not equals and name not in os.environ):
-            raise Refusal(f"--env {item!r} is neither NAME=VALUE nor the name of a set variable", exit_code=2)
+            raise CommandError(f"--env {item!r} is neither NAME=VALUE nor the name of a set variable", exit_code=2)
         passed[name] = value if equals else os.environ[name]
     return passed
 
 
 def check_words(definition: Harness, words: list[str]) -> None:
-    """Raises `Refusal` (exit code 2) for a missing prompt, or one that the harness does not take."""
+    """Raises `CommandError` (exit code 2) for a missing prompt, or one that the harness does not take."""
     if definition.takes_prompt and not any(words):
         what = "command" if definition.takes_command else "prompt"
-        raise Refusal(f"{definition.name} needs a {what}: put it after --", exit_code=2)
+        raise CommandError(f"{definition.name} needs a {what}: put it after --", exit_code=2)
     if words and not definition.takes_prompt:
-        raise Refusal(f"{definition.name} takes no prompt: its definition has no {{prompt}}", exit_code=2)
+        raise CommandError(f"{definition.name} takes no prompt: its definition has no {{prompt}}", exit_code=2)
 
 
 def check_executable(definition: Harness, words: list[str], env: Mapping[str, str]) -> None:
-    """Raises `Refusal` (exit code 127) if the harness is not installed, before a session is opened."""
+    """Raises `CommandError` (exit code 127) if the harness is not installed, before a session is opened."""
     from rollout.harnesses.prepared import MissingExecutable
     from rollout.harnesses.process import find_executable
 
@@ -152,7 +152,7 @@ def check_executable(definition: Harness, words: list[str], env: Mapping[str, st
         if "{" not in command:
             find_executable(command, env)
     except MissingExecutable as error:
-        raise Refusal(explain_missing(definition, str(error)), exit_code=NOT_FOUND) from error
+        raise CommandError(explain_missing(definition, str(error)), exit_code=NOT_FOUND) from error
 
 
 def explain_missing(definition: Harness, sentence: str) -> str:
@@ -163,14 +163,14 @@ def explain_missing(definition: Harness, sentence: str) -> str:
 
 def attempt(
     definition: Harness,
-    session: OpenedSession,
+    session: RunSession,
     words: list[str],
     model: str | None,
     home: Path,
     passed: dict[str, str],
     timeout_seconds: float | None,
     stop: StopSignals,
-) -> Outcome:
+) -> RunEnd:
     """Run the harness to its end."""
     from rollout.harnesses.prepared import CannotStart, HarnessError, MissingExecutable, build_environment
     from rollout.harnesses.process import HarnessProcess
@@ -187,11 +187,11 @@ def attempt(
             return make_outcome(definition.name, 0, None, stop.number)
         process = HarnessProcess(prepared.argv, env, workdir, stdin=definition.stdin, given=prepared.stdin)
     except MissingExecutable as error:
-        return Outcome("failed", NOT_FOUND, explain_missing(definition, str(error)))
+        return RunEnd("failed", NOT_FOUND, explain_missing(definition, str(error)))
     except CannotStart as error:
-        return Outcome("failed", NOT_EXECUTABLE, str(error))
-    except (Refusal, HarnessError) as error:
-        return Outcome("failed", 1, str(error))
+        return RunEnd("failed", NOT_EXECUTABLE, str(error))
+    except (CommandError, HarnessError) as error:
+        return RunEnd("failed", 1, str(error))
     stop.watch(process)
     ended = process.wait(timeout_seconds)
     start_line()
@@ -199,9 +199,9 @@ def attempt(
     return outcome if stop.number is not None else replace(outcome, warning=check_version(definition, env, workdir))
 
 
-def find_model(definition: Harness, session: OpenedSession, name: str | None) -> tuple[str, Limits]:
+def find_model(definition: Harness, session: RunSession, name: str | None) -> tuple[str, Limits]:
     """The model to ask for, empty if the harness takes none, and the limits of its calls. A window that a harness takes and nobody knows is
-    reported. Raises `Refusal` if none is named and none is listed."""
+    reported. Raises `CommandError` if none is named and none is listed."""
     card: Mapping[str, Any] = {}
     if name is None and definition.takes_model:
         card = session.first_model()
@@ -227,23 +227,23 @@ def check_version(definition: Harness, env: Mapping[str, str], workdir: Path) ->
     )
 
 
-def make_outcome(name: str, exit_code: int, timed_out_after: float | None, stopped_by: int | None) -> Outcome:
+def make_outcome(name: str, exit_code: int, timed_out_after: float | None, stopped_by: int | None) -> RunEnd:
     if timed_out_after is not None:
-        return Outcome("timeout", TIMED_OUT, f"{name} was stopped after {timed_out_after:g} seconds")
+        return RunEnd("timeout", TIMED_OUT, f"{name} was stopped after {timed_out_after:g} seconds")
     if stopped_by is not None:
-        return Outcome("cancelled", 128 + stopped_by, f"{name} was stopped by {signal.Signals(stopped_by).name}")
+        return RunEnd("cancelled", 128 + stopped_by, f"{name} was stopped by {signal.Signals(stopped_by).name}")
     if exit_code:
-        return Outcome("failed", exit_code, f"{name} ended with exit code {exit_code}")
-    return Outcome("completed", 0)
+        return RunEnd("failed", exit_code, f"{name} ended with exit code {exit_code}")
+    return RunEnd("completed", 0)
 
 
-def check_calls(definition: Harness, session: OpenedSession, outcome: Outcome) -> Outcome:
+def check_calls(definition: Harness, session: RunSession, outcome: RunEnd) -> RunEnd:
     """`outcome` in view of the session's calls: a failure if the harness exited with code 0 and never called the model, because a reward
     would be meaningless; completed if it exited with another code after it had finished its work (`Harness.has_finished`)."""
     from rollout.attempts import Failure
 
     name, code = definition.name, outcome.exit_code
-    with suppress(Refusal):
+    with suppress(CommandError):
         if outcome.status == "completed" and not session.has_calls():
             error = (
                 f"{name} ended with exit code 0 and never called the model: check its output, and the base URL and key it read"
@@ -269,24 +269,24 @@ def make_home(keep: bool) -> Iterator[Path]:
                 tell(f"the harness's home {home} could not be removed: it contains something that is not writable")
 
 
-def close(session: OpenedSession, outcome: Outcome, reward: float | None) -> None:
-    """Raises `Refusal` with the harness's exit code, or 1 if that was 0, if the session cannot be closed."""
+def close(session: RunSession, outcome: RunEnd, reward: float | None) -> None:
+    """Raises `CommandError` with the harness's exit code, or 1 if that was 0, if the session cannot be closed."""
     try:
         session.close(outcome.status, error=outcome.error, reward=reward if outcome.status == "completed" else None)
-    except Refusal as refusal:
-        raise Refusal(
+    except CommandError as refusal:
+        raise CommandError(
             f"{outcome.error}; {refusal}" if outcome.error else str(refusal), exit_code=outcome.exit_code or 1
         ) from None
 
 
-def report(session: OpenedSession, outcome: Outcome, reward: float | None) -> None:
+def report(session: RunSession, outcome: RunEnd, reward: float | None) -> None:
     """Print the outcome to stderr; stdout is the harness's."""
     if outcome.error:
         tell(f"warning: {outcome.error}" if outcome.summary else outcome.error)
     try:
         for line in session.summary(outcome.summary):
             tell(line)
-    except Refusal as refusal:
+    except CommandError as refusal:
         tell(f"session {session.session_id} {outcome.status}; {refusal}")
     if outcome.warning:
         tell(outcome.warning)
@@ -344,28 +344,28 @@ MOST_ERROR_CHARACTERS = 4000
 
 
 def load_harness(name_or_path: str) -> Harness:
-    """The definition with this name or path. Raises `Refusal` (exit code 2)."""
+    """The definition with this name or path. Raises `CommandError` (exit code 2)."""
     try:
         return load(name_or_path)
     except HarnessError as error:
-        raise Refusal(str(error), exit_code=2) from error
+        raise CommandError(str(error), exit_code=2) from error
 
 
-def open_session(control: Control, definition: Harness, **fields: Any) -> OpenedSession:
-    """A new session for this harness; fields that are None are left out. Raises `Refusal`."""
+def open_session(control: CommandClient, definition: Harness, **fields: Any) -> RunSession:
+    """A new session for this harness; fields that are None are left out. Raises `CommandError`."""
     fields |= {"metadata": {"harness": definition.name}}
     # A service of an earlier build rejects the field.
     fields |= {"role_rules": [encode_rule(rule) for rule in definition.roles]} if definition.roles else {}
     created = control.post("/sessions", {name: value for name, value in fields.items() if value is not None})
-    return OpenedSession(control, created["session_id"], Endpoint(created["base_urls"], created["api_key"]))
+    return RunSession(control, created["session_id"], SessionAccess(created["base_urls"], created["api_key"]))
 
 
 def open_when_admitted(
-    control: Control, stop: StopSignals, show: Callable[[str], object], definition: Harness, **fields: Any
-) -> OpenedSession:
+    control: CommandClient, stop: StopSignals, show: Callable[[str], object], definition: Harness, **fields: Any
+) -> RunSession:
     """As `open_session`, but waits while the service accepts no new sessions, and reports that to `show`.
 
-    Raises `Refusal`; with the signal's exit code if stopped while waiting."""
+    Raises `CommandError`; with the signal's exit code if stopped while waiting."""
     from cli.control import HeldBack
 
     while True:
@@ -374,29 +374,29 @@ def open_when_admitted(
         except HeldBack as held:
             show(f"waiting until the service accepts a new session: {held}")
             if stop.wait(held.retry_after_seconds):
-                raise Refusal("stopped while waiting: no session was opened", exit_code=128 + (stop.number or 0)) from None
+                raise CommandError("stopped while waiting: no session was opened", exit_code=128 + (stop.number or 0)) from None
 
 
 @dataclass(frozen=True, slots=True)
-class OpenedSession:
-    control: Control
+class RunSession:
+    control: CommandClient
     session_id: str
-    endpoint: Endpoint
+    endpoint: SessionAccess
 
     @property
     def path(self) -> str:
         return f"/sessions/{quote(self.session_id, safe='')}"
 
     def first_model(self) -> Mapping[str, Any]:
-        """The first entry of the session's model list. Raises `Refusal`."""
+        """The first entry of the session's model list. Raises `CommandError`."""
         url = self.endpoint.base_urls["openai"] + "/models"
         try:
             first = self._get("/models")["data"][0]
             return {**first, "id": str(first["id"])}
         except IndexError as error:
-            raise Refusal(f"{url} lists no model: no engine is up; wait for one or pass --model") from error
+            raise CommandError(f"{url} lists no model: no engine is up; wait for one or pass --model") from error
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-            raise Refusal(f"{url} did not list the models ({error}): pass --model") from error
+            raise CommandError(f"{url} did not list the models ({error}): pass --model") from error
 
     def describe_model(self, name: str) -> Mapping[str, Any]:
         """The model's entry in the session's model list; empty if the service has none now: the harness will be told why."""
@@ -413,7 +413,7 @@ class OpenedSession:
         return answer.raise_for_status().json()
 
     def close(self, status: str, *, error: str | None = None, reward: float | None = None) -> None:
-        """Close the session, with retries. Raises `Refusal`."""
+        """Close the session, with retries. Raises `CommandError`."""
         body: dict[str, Any] = {"status": status}
         if error is not None:
             body["error"] = error[:MOST_ERROR_CHARACTERS]
@@ -423,17 +423,17 @@ class OpenedSession:
             try:
                 self.control.post(f"{self.path}/close", body)
                 return
-            except Refusal as refusal:
+            except CommandError as refusal:
                 if not left:
-                    raise Refusal(f"session {self.session_id} could not be closed as {status}: {refusal}") from refusal
+                    raise CommandError(f"session {self.session_id} could not be closed as {status}: {refusal}") from refusal
                 time.sleep(1)
 
     def has_calls(self) -> bool:
-        """Raises `Refusal`."""
+        """Raises `CommandError`."""
         return bool(self.control.get(self.path)["calls"])
 
     def has_finished(self, definition: Harness, exit_code: int) -> bool:
-        """Whether the session's last call was served and ended the harness's work. Raises `Refusal`."""
+        """Whether the session's last call was served and ended the harness's work. Raises `CommandError`."""
         page = self.control.get(f"{self.path}/calls", limit=CALLS_PAGE)
         calls: list[dict[str, Any]] = page["calls"]
         while page["cursor"] is not None:
@@ -444,7 +444,7 @@ class OpenedSession:
 
     def summary(self, status: str | None = None) -> list[str]:
         """A line with the session's status (or `status`), its calls and the accounting of its sampled tokens, and one with its rows by
-        role. Raises `Refusal`."""
+        role. Raises `CommandError`."""
         session = self.control.get(self.path)
         exported = self.control.get(f"{self.path}/trajectories")
         rows = exported["trajectories"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 from reconstruct.extras import how_to_install
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def serve(
         from cli import service
         from cli.serving import logs
     except ModuleNotFoundError as error:
-        raise Refusal(f"the service is not installed ({error.name} is missing): {how_to_install('proxy')}") from error
+        raise CommandError(f"the service is not installed ({error.name} is missing): {how_to_install('proxy')}") from error
 
     flags = {
         "engine": engine or None,
@@ -192,7 +192,7 @@ def serve(
 
 
 def read_settings(flags: dict[str, Any]) -> Settings:
-    """The settings with `flags`, by their names, over the environment; None: not given. Raises `Refusal` (exit code 2) that names the
+    """The settings with `flags`, by their names, over the environment; None: not given. Raises `CommandError` (exit code 2) that names the
     variable, and the flag if there is one."""
     from pydantic import ValidationError
     from pydantic_settings import SettingsError
@@ -202,11 +202,11 @@ def read_settings(flags: dict[str, Any]) -> Settings:
     try:
         settings = Settings(**{name: value for name, value in flags.items() if value is not None})
     except ValidationError as error:
-        raise Refusal(_explain(error.errors()[0], flags), exit_code=2) from error
+        raise CommandError(_explain(error.errors()[0], flags), exit_code=2) from error
     except SettingsError as error:
-        raise Refusal(_explain_json(error), exit_code=2) from error
+        raise CommandError(_explain_json(error), exit_code=2) from error
     if not settings.engine and "engine" not in settings.model_fields_set:
-        raise Refusal(
+        raise CommandError(
             "no engine given: pass --engine URL, or set VERBATIM_ENGINE to a JSON list of URLs, [] if they are added later",
             exit_code=2,
         )
@@ -232,7 +232,7 @@ def _explain(problem: Any, flags: Container[str]) -> str:
 
 
 def engine_url(text: str) -> str:
-    """`text` without a trailing slash or /v1. Raises `Refusal` (exit code 2) if it is not an engine's URL."""
+    """`text` without a trailing slash or /v1. Raises `CommandError` (exit code 2) if it is not an engine's URL."""
     from proxy.engine.pool.membership import parse_engine
 
     try:
@@ -240,4 +240,4 @@ def engine_url(text: str) -> str:
     except ValueError as error:
         named = "" if "@" in text else f" {text!r}"
         hint = ": VERBATIM_ENGINE_API_KEY is sent to the engines" if "@" in text else ""
-        raise Refusal(f"--engine{named} is invalid: {error}{hint}", exit_code=2) from error
+        raise CommandError(f"--engine{named} is invalid: {error}{hint}", exit_code=2) from error

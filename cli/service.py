@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 from cli.serving.server import listen, make_url, raise_descriptor_limit, raise_on_stop_signals, run_server
 from cli.serving.tls import load_certificate
 from cli.serving.workers import Workers
@@ -40,7 +40,7 @@ SIMILARITY = 0.92
 
 
 def run(settings: Settings, workers: int, log_level: str) -> None:
-    """Serve until SIGTERM or Ctrl-C, then return with everything stopped. Raises `Refusal` if it cannot start."""
+    """Serve until SIGTERM or Ctrl-C, then return with everything stopped. Raises `CommandError` if it cannot start."""
     raise_on_stop_signals()
     raise_descriptor_limit()
     for name, meant in find_misspelt(os.environ):
@@ -181,16 +181,16 @@ def _authorization(given: Settings, effective: Settings) -> str:
 def open_redis(settings: Settings) -> Iterator[tuple[str, Callable[[], None]]]:
     """The URL of a Redis that answers, and a function that stops it if it is embedded. An embedded one stops when the block ends.
 
-    Raises `Refusal` if no Redis answers or the data directory cannot be used.
+    Raises `CommandError` if no Redis answers or the data directory cannot be used.
     """
     if settings.redis:
         if settings.fsync == "always":
-            raise Refusal("--fsync is for the embedded Redis: set `appendfsync always` in your own", exit_code=2)
+            raise CommandError("--fsync is for the embedded Redis: set `appendfsync always` in your own", exit_code=2)
         _check_store(settings, settings.redis)
         yield settings.redis, lambda: None
         return
     if settings.redis_wait_replicas or settings.redis_wait_aof:
-        raise Refusal(
+        raise CommandError(
             "the embedded Redis has no replicas and no WAITAOF: unset VERBATIM_REDIS_WAIT_REPLICAS and VERBATIM_REDIS_WAIT_AOF; "
             "--fsync always acknowledges nothing that is not on disk",
             exit_code=2,
@@ -200,7 +200,7 @@ def open_redis(settings: Settings) -> Iterator[tuple[str, Callable[[], None]]]:
         try:
             url = embedded.start()
         except StoreStartError as error:
-            raise Refusal(error.message) from error
+            raise CommandError(error.message) from error
         _check_store(settings, url)
         yield url, embedded.stop
     finally:
@@ -208,7 +208,7 @@ def open_redis(settings: Settings) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def _check_store(settings: Settings, url: str) -> None:
-    """Returns when it answers and this build may serve it. Raises `Refusal`."""
+    """Returns when it answers and this build may serve it. Raises `CommandError`."""
 
     async def ping() -> None:
         connection = StoreConnection.to(settings, url)
@@ -228,8 +228,8 @@ def _check_store(settings: Settings, url: str) -> None:
     try:
         asyncio.run(ping())
     except NewerStore as error:
-        raise Refusal(error.message, exit_code=2) from error
+        raise CommandError(error.message, exit_code=2) from error
     except StoreUnavailable as error:
-        raise Refusal(f"{error.message}; start it, correct --redis, or omit --redis for an embedded one") from error
+        raise CommandError(f"{error.message}; start it, correct --redis, or omit --redis for an embedded one") from error
     except ValueError as error:
-        raise Refusal(f"--redis is not a Redis URL: {error}", exit_code=2) from error
+        raise CommandError(f"--redis is not a Redis URL: {error}", exit_code=2) from error

@@ -14,12 +14,12 @@ from urllib.parse import quote
 import typer
 
 from cli.options import SERVICE, AsJson, NewSessionId, ServiceUrl, SessionId
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from cli.control import Control
+    from cli.control import CommandClient
 
 
 app = typer.Typer(no_args_is_help=True, help=f"Open, list, show, reward and close sessions. {SERVICE}")
@@ -41,10 +41,10 @@ def list_sessions(
     verbatim sessions list --status open --limit 10
     verbatim sessions list --group task-7 --json | jq '.[].reward'
     """
-    from cli.control import Control
+    from cli.control import CommandClient
     from cli.tables import print_listing
 
-    answer = Control(url).get("/sessions", status=status, group_id=group, limit=limit)
+    answer = CommandClient(url).get("/sessions", status=status, group_id=group, limit=limit)
     print_listing(answer["sessions"], sessions_table, as_json, limit if answer.get("cursor") else None)
 
 
@@ -55,11 +55,11 @@ def show(session_id: SessionId, url: ServiceUrl = None, as_json: AsJson = False)
     \b
     verbatim sessions show first
     """
-    from cli.control import Control
+    from cli.control import CommandClient
     from cli.feedback import print_reward, remove_controls
     from cli.tables import print_json, standard_output
 
-    control, path = Control(url), path_of(session_id)
+    control, path = CommandClient(url), path_of(session_id)
     session = control.get(path)
     calls = list_calls(control, session_id)
     exported = control.get(f"{path}/trajectories")
@@ -98,12 +98,12 @@ def open_(
     verbatim sessions open --session-id first --group-id task-7 --group-size 4
     key=$(verbatim sessions open --json | jq -r .api_key)
     """
-    from cli.control import Control
+    from cli.control import CommandClient
     from cli.tables import print_json
 
     fields: dict[str, Any] = {"session_id": session_id, "task_id": task_id, "group_id": group_id, "group_size": group_size}
     fields["metadata"] = None if metadata is None else _parse_object("--metadata", metadata)
-    opened = Control(url).post("/sessions", {name: value for name, value in fields.items() if value is not None})
+    opened = CommandClient(url).post("/sessions", {name: value for name, value in fields.items() if value is not None})
     if as_json:
         print_json(opened)
         return
@@ -137,14 +137,14 @@ def reward(
     verbatim sessions reward first 1
     verbatim sessions reward first -0.5 --feedback "3 passed, 1 failed: IIII is not IV"
     """
-    from cli.control import Control
+    from cli.control import CommandClient
 
     body: dict[str, Any] = {"reward": _check_finite("REWARD", value)}
     body |= {"per_call": _parse_rewards("--call", call)} if call else {}
     body |= {"per_branch": _parse_rewards("--branch", branch)} if branch else {}
     if feedback is not None:
         body["metadata"] = {"feedback": typer.get_text_stream("stdin").read() if feedback == "-" else feedback}
-    Control(url).post(f"{path_of(session_id)}/reward", body)
+    CommandClient(url).post(f"{path_of(session_id)}/reward", body)
     typer.echo(f"session {session_id}: reward {value:g}")
 
 
@@ -169,10 +169,10 @@ def close(
     verbatim sessions close first --reward 1
     verbatim sessions close first --status failed --error "the agent crashed"
     """
-    from cli.control import Control
+    from cli.control import CommandClient
 
     body = {"status": status.value, "error": error, "reward": None if reward is None else _check_finite("--reward", reward)}
-    control = Control(url)
+    control = CommandClient(url)
     control.post(f"{path_of(session_id)}/close", {name: given for name, given in body.items() if given is not None})
     closed = control.get(path_of(session_id))
     earned = (
@@ -183,21 +183,21 @@ def close(
 
 def _check_finite(name: str, value: float) -> float:
     if not math.isfinite(value):
-        raise Refusal(f"{name} {value} is invalid: pass a finite number", exit_code=2)
+        raise CommandError(f"{name} {value} is invalid: pass a finite number", exit_code=2)
     return value
 
 
 def _parse_rewards(flag: str, given: list[str]) -> dict[str, float]:
-    """Rewards by call id. Raises `Refusal` (exit code 2)."""
+    """Rewards by call id. Raises `CommandError` (exit code 2)."""
     rewards = {}
     for item in given:
         call_id, _, number = item.rpartition("=")
         try:
             rewards[call_id] = _check_finite(flag, float(number))
         except ValueError as error:
-            raise Refusal(f"{flag} {item!r} is not ID=NUMBER", exit_code=2) from error
+            raise CommandError(f"{flag} {item!r} is not ID=NUMBER", exit_code=2) from error
         if not call_id:
-            raise Refusal(f"{flag} {item!r} is not ID=NUMBER", exit_code=2)
+            raise CommandError(f"{flag} {item!r} is not ID=NUMBER", exit_code=2)
     return rewards
 
 
@@ -205,9 +205,9 @@ def _parse_object(flag: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise Refusal(f"{flag} is not JSON: {error}", exit_code=2) from error
+        raise CommandError(f"{flag} is not JSON: {error}", exit_code=2) from error
     if not isinstance(value, dict):
-        raise Refusal(f"{flag} is not a JSON object", exit_code=2)
+        raise CommandError(f"{flag} is not a JSON object", exit_code=2)
     return value
 
 
@@ -219,7 +219,7 @@ def path_of(session_id: str) -> str:
     return f"/sessions/{quote(session_id, safe='')}"
 
 
-def list_calls(control: Control, session_id: str) -> list[dict[str, Any]]:
+def list_calls(control: CommandClient, session_id: str) -> list[dict[str, Any]]:
     """Every call of the session."""
     calls: list[dict[str, Any]] = []
     cursor = None
@@ -304,14 +304,14 @@ def view(
     \b
     verbatim view first --out first.html
     """
-    from cli.control import Control
+    from cli.control import CommandClient
 
-    page = Control(url).fetch(f"/ui/sessions/{quote(session_id, safe='')}/download/page.html").content
+    page = CommandClient(url).fetch(f"/ui/sessions/{quote(session_id, safe='')}/download/page.html").content
     target = out or Path(f"{session_id}.html")
     try:
         target.write_bytes(page)
     except OSError as error:
-        raise Refusal(f"{target} cannot be written: {error.strerror}") from error
+        raise CommandError(f"{target} cannot be written: {error.strerror}") from error
     typer.echo(target)
 
 
@@ -341,10 +341,10 @@ def list_(
     """
     from itertools import islice
 
-    from cli.control import Control
+    from cli.control import CommandClient
     from cli.tables import print_listing
 
-    found = list(islice(list_letters(Control(url), reason), limit + 1))
+    found = list(islice(list_letters(CommandClient(url), reason), limit + 1))
     print_listing(found[:limit], letters_table, as_json, limit if len(found) > limit else None)
 
 
@@ -355,9 +355,9 @@ def retry(names: Letters = None, all_: All = False, reason: Reason = None, url: 
     \b
     verbatim dead-letters retry --all --reason "too often"
     """
-    from cli.control import Control
+    from cli.control import CommandClient
 
-    control = Control(url)
+    control = CommandClient(url)
     _apply(control, names, all_, reason, "delivered again", lambda path: control.post(f"{path}/retry", {}))
 
 
@@ -368,13 +368,13 @@ def drop(names: Letters = None, all_: All = False, reason: Reason = None, url: S
     \b
     verbatim dead-letters drop --all --reason unreadable
     """
-    from cli.control import Control
+    from cli.control import CommandClient
 
-    control = Control(url)
+    control = CommandClient(url)
     _apply(control, names, all_, reason, "dropped", control.delete)
 
 
-def list_letters(control: Control, reason: str | None) -> Iterator[dict[str, Any]]:
+def list_letters(control: CommandClient, reason: str | None) -> Iterator[dict[str, Any]]:
     """Every dead letter whose reason contains `reason`, newest first."""
     cursor = None
     while True:
@@ -396,14 +396,14 @@ def letters_table(found: list[dict[str, Any]]) -> Table:
 
 
 def _apply(
-    control: Control,
+    control: CommandClient,
     names: list[str] | None,
     all_: bool,
     reason: str | None,
     done: str,
     act: Callable[[str], dict[str, Any]],
 ) -> None:
-    """Call `act` on the path of each selected letter and report. Raises `Refusal` if some failed."""
+    """Call `act` on the path of each selected letter and report. Raises `CommandError` if some failed."""
     from rich.console import Console
     from rich.progress import track
 
@@ -413,19 +413,19 @@ def _apply(
     for name in track(selected, "dead letters", console=screen, transient=True, disable=not screen.is_terminal):
         try:
             count += len(act(f"/batches/dead/{quote(name, safe='')}")["letters"])
-        except Refusal as refusal:
+        except CommandError as refusal:
             refusals.append(str(refusal))
     Console().print(f"{count} {'letter' if count == 1 else 'letters'} {done}")
     if refusals:
-        raise Refusal("; ".join(refusals[:5]) + (f"; and {len(refusals) - 5} more" if len(refusals) > 5 else ""))
+        raise CommandError("; ".join(refusals[:5]) + (f"; and {len(refusals) - 5} more" if len(refusals) > 5 else ""))
 
 
-def _select(control: Control, names: list[str] | None, all_: bool, reason: str | None) -> list[str]:
+def _select(control: CommandClient, names: list[str] | None, all_: bool, reason: str | None) -> list[str]:
     """The letters to act on, all listed first because `act` changes the list."""
     if bool(names) == all_:
-        raise Refusal("name the letters, or pass --all", exit_code=2)
+        raise CommandError("name the letters, or pass --all", exit_code=2)
     if not names:
         return [letter["letter_id"] for letter in list_letters(control, reason)]
     if reason is not None:
-        raise Refusal("--reason only works with --all", exit_code=2)
+        raise CommandError("--reason only works with --all", exit_code=2)
     return names

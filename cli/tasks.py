@@ -14,10 +14,10 @@ from urllib.parse import quote
 import typer
 
 from cli.options import SERVICE, AsJson, ServiceUrl
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 
 if TYPE_CHECKING:
-    from cli.control import Control, ServerEvent
+    from cli.control import CommandClient, ServerEvent
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -60,18 +60,20 @@ def submit(
     """
     from rich.console import Console
 
-    from cli.control import Control
+    from cli.control import CommandClient
 
     bodies = read_bodies(file)
-    control, screen = Control(url), Console(stderr=True)
+    control, screen = CommandClient(url), Console(stderr=True)
     try:
         submitted, refusals = _submit_all(control, bodies, screen)
         if wait and submitted:
             wait_for_end(control, submitted, screen)
     except KeyboardInterrupt as interrupt:
-        raise Refusal("no longer waiting; the tasks continue (verbatim tasks cancel stops them)", exit_code=130) from interrupt
+        raise CommandError(
+            "no longer waiting; the tasks continue (verbatim tasks cancel stops them)", exit_code=130
+        ) from interrupt
     if refusals:
-        raise Refusal(describe_refusals(refusals, len(bodies)))
+        raise CommandError(describe_refusals(refusals, len(bodies)))
 
 
 def describe_refusals(refusals: Mapping[str, Sequence[int]], submitted: int) -> str:
@@ -100,10 +102,10 @@ def watch(task_id: TaskId, url: ServiceUrl = None, as_json: AsJson = False) -> N
     \b
     verbatim tasks watch bug-7
     """
-    from cli.control import Control
+    from cli.control import CommandClient
     from cli.feedback import remove_controls
 
-    control = Control(url)
+    control = CommandClient(url)
     # Before waiting for events, so that a wrong address or token is reported at once.
     control.get(_path(task_id))
     for event in _follow_events(control, task_id):
@@ -120,7 +122,7 @@ def watch(task_id: TaskId, url: ServiceUrl = None, as_json: AsJson = False) -> N
             _print_feedback_of(control, task_id, event.data)
 
 
-def _print_feedback_of(control: Control, task_id: str, rollout: dict[str, Any]) -> None:
+def _print_feedback_of(control: CommandClient, task_id: str, rollout: dict[str, Any]) -> None:
     """The beginning of the evaluator's feedback on a rollout that has ended."""
     from cli.control import Declined
     from cli.feedback import FIRST_LINES, print_feedback, read_feedback
@@ -148,11 +150,11 @@ def cancel(
     \b
     verbatim tasks cancel bug-7 bug-8
     """
-    from cli.control import Control, Declined
+    from cli.control import CommandClient, Declined
 
     if not task_ids:
-        raise Refusal("name the tasks to cancel", exit_code=2)
-    control, refusals = Control(url), []
+        raise CommandError("name the tasks to cancel", exit_code=2)
+    control, refusals = CommandClient(url), []
     for task_id in task_ids:
         try:
             answer = control.delete(_path(task_id))
@@ -162,7 +164,7 @@ def cancel(
         count = len(answer["cancelled_now"])
         typer.echo(f"{task_id}: {count} {'rollout' if count == 1 else 'rollouts'} cancelled; the task is {answer['status']}")
     if refusals:
-        raise Refusal("; ".join(refusals))
+        raise CommandError("; ".join(refusals))
 
 
 @app.command("list", short_help="List tasks, newest first.")
@@ -179,10 +181,10 @@ def list_(
     \b
     verbatim tasks list --status running
     """
-    from cli.control import Control
+    from cli.control import CommandClient
     from cli.tables import print_listing, tasks_table
 
-    answer = Control(url).get("/tasks", status=status, limit=limit)
+    answer = CommandClient(url).get("/tasks", status=status, limit=limit)
     print_listing(answer["tasks"], tasks_table, as_json, limit if answer["cursor"] else None)
 
 
@@ -193,11 +195,11 @@ def show(task_id: TaskId, url: ServiceUrl = None, as_json: AsJson = False) -> No
     \b
     verbatim tasks show bug-7
     """
-    from cli.control import Control
+    from cli.control import CommandClient
     from cli.feedback import FIRST_LINES, print_feedback
     from cli.tables import callback_line, failures_table, print_json, rollouts_table, standard_output, tasks_table
 
-    control = Control(url)
+    control = CommandClient(url)
     task = control.get(_path(task_id))
     rollouts = control.get(_path(task_id, "/rollouts"))["rollouts"]
     if as_json:
@@ -221,7 +223,7 @@ def show(task_id: TaskId, url: ServiceUrl = None, as_json: AsJson = False) -> No
         console.print(callback_line(task["callback"]), markup=False)
 
 
-def _explain_wait(control: Control, task: dict[str, Any]) -> str | None:
+def _explain_wait(control: CommandClient, task: dict[str, Any]) -> str | None:
     """What the task's rollouts need before they can start, as far as known."""
     # A service of an earlier build reports no `lacks`.
     if task.get("lacks") or task["status"] != "queued":
@@ -230,11 +232,11 @@ def _explain_wait(control: Control, task: dict[str, Any]) -> str | None:
 
 
 def read_bodies(file: str) -> list[tuple[int, dict[str, Any]]]:
-    """The line number and task of each non-empty line. Raises `Refusal`, also if there is none."""
+    """The line number and task of each non-empty line. Raises `CommandError`, also if there is none."""
     found = [(number, _body(file, number, line)) for number, line in enumerate(_lines(file), 1) if line.strip()]
     if not found:
         name = "standard input" if file == "-" else file
-        raise Refusal(f"there are no tasks in {name}: each is one line of JSON (verbatim tasks submit --help)")
+        raise CommandError(f"there are no tasks in {name}: each is one line of JSON (verbatim tasks submit --help)")
     return found
 
 
@@ -244,9 +246,9 @@ def _body(file: str, number: int, line: str) -> dict[str, Any]:
     except ValueError as error:
         # The column alone: the parser's own line number, always 1, would be taken for one of the file's.
         where = f" at character {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise Refusal(f"line {number} of {file} is not JSON{where}: {getattr(error, 'msg', error)}") from error
+        raise CommandError(f"line {number} of {file} is not JSON{where}: {getattr(error, 'msg', error)}") from error
     if not isinstance(body, dict):
-        raise Refusal(f"line {number} of {file} is not a JSON object")
+        raise CommandError(f"line {number} of {file} is not a JSON object")
     return body
 
 
@@ -255,15 +257,15 @@ def _lines(file: str) -> list[str]:
         text = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
         return text.decode().split("\n")
     except OSError as error:
-        raise Refusal(f"{file} cannot be read: {error.strerror}") from error
+        raise CommandError(f"{file} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise Refusal(f"{file} is not UTF-8: {error}") from error
+        raise CommandError(f"{file} is not UTF-8: {error}") from error
 
 
 def _submit_all(
-    control: Control, bodies: list[tuple[int, dict[str, Any]]], screen: Any
+    control: CommandClient, bodies: list[tuple[int, dict[str, Any]]], screen: Any
 ) -> tuple[list[dict[str, Any]], dict[str, list[int]]]:
-    """The submitted tasks, their ids printed, and why the service refused others: reason -> numbers of lines. Raises `Refusal` if the
+    """The submitted tasks, their ids printed, and why the service refused others: reason -> numbers of lines. Raises `CommandError` if the
     service does not answer or the command is interrupted."""
     from rich.progress import track
 
@@ -280,12 +282,12 @@ def _submit_all(
                 if declined.status >= 500:
                     raise
                 refusals.setdefault(str(declined), []).append(number)
-    except (Refusal, KeyboardInterrupt) as broken:
+    except (CommandError, KeyboardInterrupt) as broken:
         why, code = ("interrupted", 130) if isinstance(broken, KeyboardInterrupt) else (str(broken), 1)
         if submitted:
             _report(submitted, screen)
             why = f"it broke off at line {number}, which may have been submitted; the lines after it were not: {why}"
-        raise Refusal(why, exit_code=code) from broken
+        raise CommandError(why, exit_code=code) from broken
     _report(submitted, screen)
     return submitted, refusals
 
@@ -296,7 +298,7 @@ def _report(submitted: list[dict[str, Any]], screen: Any) -> None:
     screen.print(f"{len(submitted)} {'task' if len(submitted) == 1 else 'tasks'} submitted", markup=False)
 
 
-class Patience:
+class RetryClock:
     """Decides how long to retry a service that does not answer."""
 
     def __init__(self) -> None:
@@ -305,7 +307,7 @@ class Patience:
     def reset(self) -> None:
         self._away_since = None
 
-    def wait(self, refusal: Refusal) -> None:
+    def wait(self, refusal: CommandError) -> None:
         """Return when to retry. Raises `refusal` if a retry cannot help or has not helped for AWAY_SECONDS."""
         from cli.control import Declined
 
@@ -316,7 +318,7 @@ class Patience:
         time.sleep(POLL_SECONDS)
 
 
-def wait_for_end(control: Control, tasks: list[dict[str, Any]], screen: Any) -> None:
+def wait_for_end(control: CommandClient, tasks: list[dict[str, Any]], screen: Any) -> None:
     """Return when every task has ended. Prints a table of their states, also when interrupted."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -339,14 +341,14 @@ def wait_for_end(control: Control, tasks: list[dict[str, Any]], screen: Any) -> 
         screen.print(tasks_table(states.values()))
 
 
-def _follow(control: Control, states: Mapping[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _follow(control: CommandClient, states: Mapping[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Poll the tasks that have not ended until all have; the caller updates `states`."""
-    patience = Patience()
+    patience = RetryClock()
     while unfinished := [name for name, state in states.items() if state["status"] not in OVER]:
         for name in unfinished:
             try:
                 state = control.get(_path(name))
-            except Refusal as refusal:
+            except CommandError as refusal:
                 patience.wait(refusal)
                 continue
             patience.reset()
@@ -354,9 +356,9 @@ def _follow(control: Control, states: Mapping[str, dict[str, Any]]) -> Iterator[
         time.sleep(POLL_SECONDS)
 
 
-def _follow_events(control: Control, task_id: str) -> Iterable[ServerEvent]:
+def _follow_events(control: CommandClient, task_id: str) -> Iterable[ServerEvent]:
     """The task's events up to its end, reconnecting as needed."""
-    after, patience = None, Patience()
+    after, patience = None, RetryClock()
     while True:
         try:
             for event in control.stream_events(_path(task_id, "/events"), after, silence_seconds=SILENCE_SECONDS):
@@ -365,7 +367,7 @@ def _follow_events(control: Control, task_id: str) -> Iterable[ServerEvent]:
                 yield event
                 if event.kind == "task.ended":
                     return
-        except Refusal as refusal:
+        except CommandError as refusal:
             patience.wait(refusal)
         time.sleep(POLL_SECONDS)
 

@@ -18,14 +18,14 @@ from rich.text import Text
 
 from cli.engines import replicas_table
 from cli.options import ServiceUrl
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 from cli.sessions import sessions_table
 from cli.tables import make_table
 
 if TYPE_CHECKING:
     from rich.live import Live
 
-    from cli.control import Control
+    from cli.control import CommandClient
 
 
 def top(
@@ -46,10 +46,10 @@ def top(
     verbatim top
     verbatim top --once --json | jq .engines
     """
-    from cli.control import Control
+    from cli.control import CommandClient
     from cli.tables import standard_output
 
-    control = Control(url)
+    control = CommandClient(url)
     # Before anything is drawn, so that a wrong address or token is reported as one sentence.
     first = take_snapshot(control, sessions)
     if as_json:
@@ -60,7 +60,7 @@ def top(
         _watch(control, first, every, sessions)
 
 
-def _watch(control: Control, first: Snapshot, every: float, sessions: int) -> None:
+def _watch(control: CommandClient, first: Snapshot, every: float, sessions: int) -> None:
     """Refresh until Ctrl-C or SIGTERM, then restore the terminal."""
     from rich.live import Live
 
@@ -73,13 +73,13 @@ def _watch(control: Control, first: Snapshot, every: float, sessions: int) -> No
         pass
 
 
-def _follow(live: Live, control: Control, now: Snapshot, every: float, sessions: int) -> None:
+def _follow(live: Live, control: CommandClient, now: Snapshot, every: float, sessions: int) -> None:
     while True:
         time.sleep(every)
         try:
             before, now = now, take_snapshot(control, sessions)
             shown = render(now, before)
-        except Refusal as refusal:
+        except CommandError as refusal:
             # The service may be restarting: show the last snapshot under the reason.
             shown = render(now, None, str(refusal))
         live.update(shown, refresh=True)
@@ -190,12 +190,12 @@ class Snapshot:
         return (self.calls[of] - before.calls[of]) / (self.at - before.at)
 
 
-def take_snapshot(control: Control, sessions: int) -> Snapshot:
-    """The service now, with at most `sessions` of its open sessions. Raises `Refusal`."""
+def take_snapshot(control: CommandClient, sessions: int) -> Snapshot:
+    """The service now, with at most `sessions` of its open sessions. Raises `CommandError`."""
     engines = control.get("/engines")
     page = Exposition(control.fetch("/metrics").text)
     if "replicas" not in engines or "verbatim_calls_in_flight" not in page:
-        raise Refusal(f"what answers at {control.url} is no Verbatim service (set VERBATIM_URL to where it is)")
+        raise CommandError(f"what answers at {control.url} is no Verbatim service (set VERBATIM_URL to where it is)")
     opened, nodes = control.get("/sessions", status="open", limit=sessions), control.get("/nodes")
     calls = {name: page.total(series, **labels) for name, (series, labels) in _COUNTED.items()}
     return Snapshot(

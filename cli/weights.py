@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli.options import SERVICE, AsJson, ServiceUrl
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from cli.control import Control
+    from cli.control import CommandClient
 
 app = typer.Typer(no_args_is_help=True, help=f"Push weights into the engines, show what they hold, roll back. {SERVICE}")
 
@@ -58,9 +58,9 @@ def push(
     \b
     verbatim weights push /shared/weights/version-12
     """
-    from cli.control import Control
+    from cli.control import CommandClient
 
-    control = Control(url)
+    control = CommandClient(url)
     if version is None:
         version = int(load_model(control, model)["current"]["version"]) + 1
     # The engines open it, perhaps on other machines, so it need not exist here.
@@ -82,11 +82,11 @@ def rollback(
     \b
     verbatim weights rollback 11
     """
-    from cli.control import Control
+    from cli.control import CommandClient
 
     if to is not None and option is not None:
-        raise Refusal("the version is given twice, by itself and with --to: leave one out", exit_code=2)
-    control = Control(url)
+        raise CommandError("the version is given twice, by itself and with --to: leave one out", exit_code=2)
+    control = CommandClient(url)
     line = load_model(control, model)
     earlier = find_earlier(line, to if option is None else option)
     version = int(line["current"]["version"]) + 1
@@ -106,10 +106,10 @@ def status(
     \b
     verbatim weights status --limit 10
     """
-    from cli.control import Control
+    from cli.control import CommandClient
     from cli.tables import print_json, standard_output
 
-    console, answer = standard_output(), Control(url).get("/weights")
+    console, answer = standard_output(), CommandClient(url).get("/weights")
     if as_json:
         print_json(answer)
         return
@@ -118,19 +118,19 @@ def status(
             _show(console, name, line, limit)
 
 
-def load_model(control: Control, model: str) -> Mapping[str, Any]:
-    """The part of `GET /weights` about one model. Raises `Refusal` if there is no such model."""
+def load_model(control: CommandClient, model: str) -> Mapping[str, Any]:
+    """The part of `GET /weights` about one model. Raises `CommandError` if there is no such model."""
     answer = control.get("/weights")
     if not model:
         return answer
     if model not in answer["models"]:
-        raise Refusal(f"there is no model {model!r}; known: {', '.join(answer['models']) or 'only the default one'}")
+        raise CommandError(f"there is no model {model!r}; known: {', '.join(answer['models']) or 'only the default one'}")
     line: Mapping[str, Any] = answer["models"][model]
     return line
 
 
 def find_earlier(line: Mapping[str, Any], to: int | None) -> Mapping[str, Any]:
-    """The state to roll back to: version `to`, or the newest with another checkpoint of the current one's kind. Raises `Refusal`."""
+    """The state to roll back to: version `to`, or the newest with another checkpoint of the current one's kind. Raises `CommandError`."""
     current = line["current"]
     for state in line["history"]:
         if state["version"] == to:
@@ -140,28 +140,30 @@ def find_earlier(line: Mapping[str, Any], to: int | None) -> Mapping[str, Any]:
             return _with_path(state)
     wanted = f"version {to}" if to is not None else "other checkpoint of the same kind"
     known = ", ".join(str(state["version"]) for state in line["history"] if state["path"] is not None)
-    raise Refusal(f"the history has no {wanted}" + (f": choose one of {known}" if to is not None and known else ""))
+    raise CommandError(f"the history has no {wanted}" + (f": choose one of {known}" if to is not None and known else ""))
 
 
 def _with_path(state: Mapping[str, Any]) -> Mapping[str, Any]:
     if state["path"] is None:
-        raise Refusal(f"version {state['version']} has no path: it was sent directly to the engines, or they started with it")
+        raise CommandError(
+            f"version {state['version']} has no path: it was sent directly to the engines, or they started with it"
+        )
     return state
 
 
-def _push(control: Control, body: dict[str, Any]) -> None:
+def _push(control: CommandClient, body: dict[str, Any]) -> None:
     try:
         result = _watch(control, body)
     except KeyboardInterrupt as interrupt:
-        raise Refusal(
+        raise CommandError(
             "no longer waiting; the push may still go on (verbatim weights status shows the outcome)", exit_code=130
         ) from interrupt
     if result is None:
-        raise Refusal("the service stopped before the push ended; verbatim weights status shows the outcome")
+        raise CommandError("the service stopped before the push ended; verbatim weights status shows the outcome")
     _report(result)
 
 
-def _watch(control: Control, body: dict[str, Any]) -> dict[str, Any] | None:
+def _watch(control: CommandClient, body: dict[str, Any]) -> dict[str, Any] | None:
     """Push, and show each replica's step. Returns the result, or None if the stream ended without one."""
     from rich.console import Console
     from rich.markup import escape
@@ -170,7 +172,7 @@ def _watch(control: Control, body: dict[str, Any]) -> dict[str, Any] | None:
     with Console(stderr=True).status(f"version {body['version']}") as shown:
         for event in control.stream_lines("/weights", body, silence_seconds=SILENCE_SECONDS):
             if "error" in event and "status" in event:
-                raise Refusal(event["error"]["message"])
+                raise CommandError(event["error"]["message"])
             if "result" in event:
                 result = event["result"]
             elif "replica" in event:
@@ -181,7 +183,7 @@ def _watch(control: Control, body: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _report(result: Mapping[str, Any]) -> None:
-    """Print the result of each replica. Raises `Refusal` if one does not run on the new weights."""
+    """Print the result of each replica. Raises `CommandError` if one does not run on the new weights."""
     failed = [name for name, replica in result["replicas"].items() if not replica["ok"]]
     for name, replica in result["replicas"].items():
         paused = f"{replica['seconds']:.2f} s, paused {replica['paused_seconds']:.2f} s"
@@ -190,10 +192,12 @@ def _report(result: Mapping[str, Any]) -> None:
             + (f"  {replica['error']}" if "error" in replica else "")
         )
     if not result["applied"]:
-        raise Refusal(f"no replica serves version {result['version']}; nothing has changed")
+        raise CommandError(f"no replica serves version {result['version']}; nothing has changed")
     typer.echo(f"version {result['version']} is current, after {result['seconds']:.2f} s")
     if failed:
-        raise Refusal(f"{len(failed)} of {len(result['replicas'])} replicas take no calls until the service has repaired them")
+        raise CommandError(
+            f"{len(failed)} of {len(result['replicas'])} replicas take no calls until the service has repaired them"
+        )
 
 
 def _show(console: Console, name: str, line: Mapping[str, Any], limit: int) -> None:

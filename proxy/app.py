@@ -24,10 +24,10 @@ from proxy.api.closing import build_group_defaults, choose_sweep_interval, close
 from proxy.api.openapi import build_document
 from proxy.api.requests import install_error_handlers
 from proxy.auth import Tokens, is_loopback
-from proxy.call.door import Harness
+from proxy.call.door import HarnessApp
 from proxy.call.http import Application, BodyRoom, CallRate, CallSlots
 from proxy.call.peers import Peers
-from proxy.call.tree import SessionTrees
+from proxy.call.tree import SessionCache
 from proxy.engine.apis.renderer import LocalRenderer
 from proxy.engine.pool.pool import EnginePool
 from proxy.engine.weights.keeper import WeightMetrics
@@ -67,14 +67,14 @@ Adding = Callable[[Services, Application], Addition]
 """Builds an addition from the process's services and the control app."""
 
 
-def create_app(settings: Settings, *adding: Adding) -> Harness:
+def create_app(settings: Settings, *adding: Adding) -> HarnessApp:
     """The ASGI application of one process."""
     _read_install()
     store = StoreConnection.to(settings, settings.redis)
     services = build_services(settings, store)
     # FastAPI's own documentation pages load scripts from elsewhere and ask for a token.
     control = FastAPI(title="Verbatim", docs_url=None, redoc_url=None)
-    harness = Harness(services, control)
+    harness = HarnessApp(services, control)
     additions = [add(services, control) for add in adding]
     control.router.lifespan_context = lambda _: _lifespan(services, store, harness, additions)
     control.state.services = services
@@ -126,7 +126,7 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
         pool=pool,
         renderer=renderer,
         updater=WeightUpdater(pool, weights, settings, WeightMetrics(metrics.registry, lambda: pool.replicas)),
-        trees=SessionTrees(
+        trees=SessionCache(
             sessions,
             settings.session_cache,
             find_session_bytes(1) if settings.session_cache_bytes is None else settings.session_cache_bytes,
@@ -156,7 +156,7 @@ def build_image_bounds(settings: Settings) -> ImageBounds:
 
 @contextlib.asynccontextmanager
 async def _lifespan(
-    services: Services, store: StoreConnection, harness: Harness, additions: list[Addition]
+    services: Services, store: StoreConnection, harness: HarnessApp, additions: list[Addition]
 ) -> AsyncIterator[None]:
     services.peers.start()
     preparing = asyncio.create_task(services.renderer.prepare())

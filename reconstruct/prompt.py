@@ -74,7 +74,7 @@ class Bridge:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Refusal:
+class Unproven:
     """Why no bridge is proven: history_rewritten, thinking_dropped, turn_end_unknown or turn_end_differs. `close` as in `Bridge`."""
 
     reason: str
@@ -82,7 +82,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reply:
+class SampledReply:
     """The parent's reply: its message as sent, its sampled ids, and whether the model ended the turn itself (the last id is a stop
     token) or was cut by length, abort or a stop string."""
 
@@ -93,7 +93,7 @@ class Reply:
 
 Wanted = tuple[Rendering, ...]
 Rendered = Sequence[Ids]
-BridgeSteps = Generator[Wanted, Rendered, Bridge | Refusal]
+BridgeSteps = Generator[Wanted, Rendered, Bridge | Unproven]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,7 +165,7 @@ def plan(
     if parent.ids is None:
         return (yield from _render_afresh(messages, IDS_UNKNOWN, close, continues, media_of))
     *history, said = parent.history
-    reply = Reply(said, parent.ids[len(parent.ids) - parent.sampled :], parent.closed)
+    reply = SampledReply(said, parent.ids[len(parent.ids) - parent.sampled :], parent.closed)
     steps = derive(history, reply, parent.tail, close, retain_thinking=retain_thinking, asked=parent.asked)
     wanted = next(steps)
     whole, rendered = wanted[0], (yield Step(wanted, required=True))
@@ -174,11 +174,11 @@ def plan(
         try:
             wanted = steps.send(rendered)
         except StopIteration as stop:
-            outcome: Bridge | Refusal = stop.value
+            outcome: Bridge | Unproven = stop.value
             break
         rendered = yield Step(wanted, required=False)
     close = close if outcome.close is None else outcome.close
-    if isinstance(outcome, Refusal):
+    if isinstance(outcome, Unproven):
         return (yield from _render_afresh(messages, outcome.reason, close, continues, media_of))
     ids, media = np.concatenate((parent.ids, outcome.ids)), media_of(whole)
     if media or parent.media:
@@ -217,7 +217,7 @@ def _render_afresh(
 
 def derive(
     history: Sequence[Message],
-    reply: Reply,
+    reply: SampledReply,
     tail: Sequence[Message],
     close: Ids | None,
     *,
@@ -241,7 +241,7 @@ def derive(
     if close is None:
         close = yield from turn_end()
         if close is None:
-            return Refusal("turn_end_unknown")
+            return Unproven("turn_end_unknown")
     outcome = yield from derive_by_substitution(history, reply, tail, close, asked, whole, retain_thinking)
     return replace(outcome, close=close)
 
@@ -266,7 +266,7 @@ def turn_end() -> Generator[Wanted, Rendered, Ids | None]:
 
 def derive_by_substitution(
     history: Sequence[Message],
-    reply: Reply,
+    reply: SampledReply,
     tail: Sequence[Message],
     close: Ids,
     asked: Ids,
@@ -287,21 +287,21 @@ def derive_by_substitution(
     glue = _find_glue(whole, made["swapped"], made["varied"])
     before = made.get("alone", asked)
     if glue is None or not len(before):
-        return Refusal("turn_end_unknown")
+        return Unproven("turn_end_unknown")
     begin, end = glue
     hidden = "rethought" in made and np.array_equal(made["rethought"], whole)
     if hidden and not retain_thinking:
-        return Refusal("thinking_dropped")
+        return Unproven("thinking_dropped")
     if hidden or not _starts_with(whole, before):
         if not (yield from _only_thinking_is_gone(history, reply, tail, whole[begin:])):
-            return Refusal("history_rewritten")
+            return Unproven("history_rewritten")
         if not retain_thinking:
-            return Refusal("thinking_dropped")
+            return Unproven("thinking_dropped")
     elif begin < len(before):
         # What the reply says is not shown at all.
-        return Refusal("history_rewritten")
+        return Unproven("history_rewritten")
     if begin > end:
-        return Refusal("history_rewritten")
+        return Unproven("history_rewritten")
     if reply.closed:
         return _join_closed(reply, whole, glue, close)
     missing = (yield from _find_thinking_end(history, reply, close)) if _is_cut_in_thinking(reply) else close
@@ -316,7 +316,7 @@ def _find_glue(whole: Ids, swapped: Ids, varied: Ids) -> tuple[int, int] | None:
 
 
 def _only_thinking_is_gone(
-    history: Sequence[Message], reply: Reply, tail: Sequence[Message], suffix: Ids
+    history: Sequence[Message], reply: SampledReply, tail: Sequence[Message], suffix: Ids
 ) -> Generator[Wanted, Rendered, bool]:
     """Whether there is thinking and, without any, the request's rendering begins with the history's and ends in the same suffix."""
     if not any(map(_thinks, (*history, reply.message))):
@@ -329,10 +329,10 @@ def _only_thinking_is_gone(
 # Where the glue is joined to the sampled ids.
 
 
-def _join_closed(reply: Reply, whole: Ids, glue: tuple[int, int], close: Ids) -> Bridge | Refusal:
+def _join_closed(reply: SampledReply, whole: Ids, glue: tuple[int, int], close: Ids) -> Bridge | Unproven:
     begin, sampled = glue[0], reply.completion_ids
     if not len(sampled):
-        return Refusal("turn_end_differs")
+        return Unproven("turn_end_differs")
     between = whole[slice(*glue)]
     start, length = _find_close(between, close)
     ends = np.flatnonzero((between if start is None else between[: start + length]) == sampled[-1])
@@ -340,23 +340,23 @@ def _join_closed(reply: Reply, whole: Ids, glue: tuple[int, int], close: Ids) ->
         stop = int(ends[0])
         # Ids between the reply and its stop token must have been sampled too.
         if start is not None and stop > start and not _ends_with(sampled, between[start : stop + 1]):
-            return Refusal("turn_end_differs")
+            return Unproven("turn_end_differs")
         return Bridge(whole[begin + stop + 1 :])
     if start is not None:
         return Bridge(whole[begin + start :], adds_end=True)
     # The template ends no turn. A token that opens turns asks for the turn that it opens, which is another than the next.
     if not len(close) and not reply.message.get("tool_calls") and sampled[-1] not in whole[:begin]:
         return Bridge(whole[begin:], adds_end=True)
-    return Refusal("turn_end_unknown" if len(close) else "turn_end_differs")
+    return Unproven("turn_end_unknown" if len(close) else "turn_end_differs")
 
 
-def _join_cut(reply: Reply, whole: Ids, glue: tuple[int, int], close: Ids, missing: Ids | None) -> Bridge | Refusal:
+def _join_cut(reply: SampledReply, whole: Ids, glue: tuple[int, int], close: Ids, missing: Ids | None) -> Bridge | Unproven:
     """`missing` are the ids, `close` last, that would end the turn; None if not known."""
     start, length = _find_close(whole[slice(*glue)], close)
     if not len(close) and not reply.message.get("tool_calls"):
         start = 0
     if start is None or missing is None:
-        return Refusal("turn_end_unknown")
+        return Unproven("turn_end_unknown")
     end = missing[: len(missing) - len(close) + length]
     return Bridge(np.concatenate((end[_overlap(reply.completion_ids, end) :], whole[glue[0] + start + length :])))
 
@@ -372,13 +372,13 @@ def _find_close(between: Ids, close: Ids) -> tuple[int | None, int]:
     return start, shared_length(between[start:], close)
 
 
-def _is_cut_in_thinking(reply: Reply) -> bool:
+def _is_cut_in_thinking(reply: SampledReply) -> bool:
     """Whether the reply was cut before anything but thinking was sampled."""
     has_more = reply.message.get("content") or reply.message.get("tool_calls")
     return not reply.closed and bool(reasoning_of(reply.message)) and not has_more
 
 
-def _find_thinking_end(history: Sequence[Message], reply: Reply, close: Ids) -> Generator[Wanted, Rendered, Ids | None]:
+def _find_thinking_end(history: Sequence[Message], reply: SampledReply, close: Ids) -> Generator[Wanted, Rendered, Ids | None]:
     """The ids with which the template ends a turn that only has thinking, including `close`; None if it hides thinking."""
     this, other = yield tuple(Rendering([*history, one], False) for one in (reply.message, _rethink(reply.message)))
     end = _common_suffix(this, other)

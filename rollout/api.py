@@ -155,7 +155,7 @@ class RolloutShape(Shape):
     """`<node>:<folder>`"""
 
 
-class Rollouts(Shape, json_schema_extra={"example": {"rollouts": [ROLLOUT]}}):
+class RolloutPage(Shape, json_schema_extra={"example": {"rollouts": [ROLLOUT]}}):
     rollouts: list[RolloutShape]
 
 
@@ -279,7 +279,7 @@ def build_task_router(
         return _json(render_summary(state) | {"cancelled_now": [rollout.index for rollout in ended]})
 
     @router.get(
-        "/tasks/{task_id}/rollouts", dependencies=admins, responses={200: {"model": Rollouts, "description": "all of them"}}
+        "/tasks/{task_id}/rollouts", dependencies=admins, responses={200: {"model": RolloutPage, "description": "all of them"}}
     )
     async def list_rollouts(task_id: TaskId) -> Response:
         """Ordered by index."""

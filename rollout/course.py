@@ -29,7 +29,7 @@ from rollout.harnesses.definition import Harness
 from rollout.harnesses.limits import Limits, read_window
 from rollout.harnesses.prepared import UnknownBaseUrl
 from rollout.logs import AttemptLogs
-from rollout.offer import Offer
+from rollout.offer import WorkingKinds
 from rollout.runtimes.base import DiskFull, NoRoom, Runtime, RuntimeFailed
 from rollout.sessions import (
     HeldBack,
@@ -46,7 +46,7 @@ from rollout.sessions import (
 from rollout.stages import Budget, Permit, Stage, within
 from rollout.steps import (
     HarnessRun,
-    NodeParts,
+    NodeContext,
     carry_out,
     check_run,
     install_harness,
@@ -71,7 +71,7 @@ class Course:
     `ahead` is the node's permit to have taken the rollout, given back when the run ends; `reserved` is its CPUs and memory, given back
     with its runtimes; `offer` learns whether its kind of runtime works."""
 
-    def __init__(self, taken: Taken, ahead: Permit, reserved: Permit, parts: NodeParts, offer: Offer) -> None:
+    def __init__(self, taken: Taken, ahead: Permit, reserved: Permit, parts: NodeContext, offer: WorkingKinds) -> None:
         self.attempt: AttemptId = taken.attempt
         self.begun = False
         """Whether the harness may have started; until then the rollout can be put back."""

@@ -18,7 +18,7 @@ from rollout.runtimes.base import Runtime, RuntimeFailed
 from rollout.runtimes.files import iterate_entries
 from rollout.sessions import SessionFailed, SessionRefused
 from rollout.stages import within
-from rollout.steps import NodeParts, carry_out, remove
+from rollout.steps import NodeContext, carry_out, remove
 from rollout.task import EvaluatorSpec, Task
 
 COLLECTED_BYTES = 1 << 30
@@ -32,7 +32,7 @@ WORKDIR, ROOT = ".", "/"
 class Evaluation:
     """`begin` before the agent runs, then `score` its run; `drop` removes the fresh runtime."""
 
-    def __init__(self, parts: NodeParts, task: Task, spec: EvaluatorSpec, attempt: AttemptId, logs: AttemptLogs) -> None:
+    def __init__(self, parts: NodeContext, task: Task, spec: EvaluatorSpec, attempt: AttemptId, logs: AttemptLogs) -> None:
         self._parts = parts
         self._task = task
         self._spec = spec

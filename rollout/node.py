@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from rollout.attempts import AttemptId, Failure, FailureRecord, Superseded
 from rollout.course import Course
 from rollout.logs import AttemptLogs, KeptLogs
-from rollout.offer import Offer
+from rollout.offer import WorkingKinds
 from rollout.sessions import SessionFailed
 from rollout.stages import Permit
-from rollout.steps import NodeParts
+from rollout.steps import NodeContext
 from rollout.store.base import NodeState, Room, StoreUnavailable, Taken
 
 log = logging.getLogger(__name__)
@@ -43,13 +43,13 @@ class NodeSettings:
     log_mb: int = 8192
 
 
-class Node:
+class RolloutNode:
     """`run` it until `drain` is called; a second `drain` stops at once what still runs."""
 
-    def __init__(self, parts: NodeParts, settings: NodeSettings) -> None:
+    def __init__(self, parts: NodeContext, settings: NodeSettings) -> None:
         self._parts = parts
         self._settings = settings
-        self._offer = Offer(parts.kinds)
+        self._offer = WorkingKinds(parts.kinds)
         self._kept_logs = KeptLogs(parts.logs, settings.log_mb << 20)
         self._courses: dict[AttemptId, tuple[Course, asyncio.Task[None]]] = {}
         self._draining = asyncio.Event()

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 
 
-class Offer:
+class WorkingKinds:
     """`kinds` are those of this node by name. `close` it."""
 
     def __init__(self, kinds: Mapping[str, RuntimeKind]) -> None:

@@ -17,7 +17,7 @@ import httpx
 from rollout.attempts import Failure, RolloutFailed
 from rollout.harnesses.definition import Harness, find_unserved
 from rollout.harnesses.limits import Limits, UnknownWindows
-from rollout.harnesses.prepared import Endpoint, Prepared, home_variables, temporary_directory
+from rollout.harnesses.prepared import Prepared, SessionAccess, home_variables, temporary_directory
 from rollout.logs import AttemptLogs
 from rollout.runtimes.base import Executed, Install, Installed, NetworkRefused, ProxyAddress, Runtime, RuntimeKind
 from rollout.sessions import Judge, OpenSession, Sessions
@@ -39,7 +39,7 @@ BUDGET_EXHAUSTED = "budget_exhausted"
 
 
 @dataclass(frozen=True, slots=True)
-class NodeParts:
+class NodeContext:
     """What a node gives its rollouts. `prefix` is how the names of its runtimes begin (`node_prefix`). `url` is the service as harnesses on
     this node call it, and `proxy` its host and port, the only address a rollout reaches. `kinds` are the runtimes of this machine by name;
     `logs` is the folder of all attempts' logs."""
@@ -165,7 +165,7 @@ class HarnessRun:
         base_urls = {dialect: inside + urlsplit(given).path for dialect, given in opened.base_urls.items()}
         home = Path(self.runtime.home)
         prepared = self.harness.prepare(
-            Endpoint(base_urls, opened.api_key),
+            SessionAccess(base_urls, opened.api_key),
             model,
             self.task.instruction,
             home,

@@ -45,7 +45,7 @@ class Sender(Protocol):
     def shutdown(self) -> None: ...
 
 
-OpenSender = Callable[[dict[str, Any], "Control", Any], Sender]
+OpenSender = Callable[[dict[str, Any], "NcclSync", Any], Sender]
 """Opens the trainer's end of the group from NCCLTrainerInitInfo's fields; called on every rank of the trainer."""
 
 
@@ -63,7 +63,7 @@ class NcclPublisher:
         push_seconds: float = 3600.0,
         open_sender: OpenSender | None = None,
     ) -> None:
-        self._control = Control(transport, model, push_seconds)
+        self._control = NcclSync(transport, model, push_seconds)
         self._weights = weights
         self._where = dict(where)
         self._rank = rank
@@ -107,7 +107,7 @@ class NcclPublisher:
         return self._sender
 
 
-class Control:
+class NcclSync:
     """Implements vLLM's `VLLMWeightSyncClient` with requests to the service."""
 
     def __init__(self, transport: Transport, model: str, push_seconds: float) -> None:
@@ -202,7 +202,7 @@ class Control:
         return dict(decode_body(self._transport.request("GET", where)))
 
 
-def _open_vllm(init: dict[str, Any], control: Control, weights: Any) -> Sender:
+def _open_vllm(init: dict[str, Any], control: NcclSync, weights: Any) -> Sender:
     """vLLM's sender of a torch module or of a vLLM `WeightSource`. Raises UnpublishableWeights."""
     try:
         from vllm import __version__

@@ -17,7 +17,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from cli.control import Control
+from cli.control import CommandClient
 from cli.stop_signals import StopSignals
 from cli.top import Exposition
 from proxy.timeline import PARTS, STEPS
@@ -38,7 +38,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class Target:
     """The URL and the API key of one connection."""
 
     url: str
@@ -46,7 +46,7 @@ class Endpoint:
 
 
 class Bench:
-    def __init__(self, engine: str, control: Control, request: Request, bounds: Bounds, stop: StopSignals) -> None:
+    def __init__(self, engine: str, control: CommandClient, request: LoadShape, bounds: Bounds, stop: StopSignals) -> None:
         self._engine = engine
         self._control = control
         self._request = request
@@ -58,7 +58,7 @@ class Bench:
         """Raises `Refusal` if no session can be opened."""
         ways = {DIRECT: Tally(), THROUGH: Tally()}
         with self._sessions() as endpoints:
-            both = {DIRECT: [Endpoint(f"{self._engine}/v1/chat/completions")] * len(endpoints), THROUGH: endpoints}
+            both = {DIRECT: [Target(f"{self._engine}/v1/chat/completions")] * len(endpoints), THROUGH: endpoints}
             began, warm = read_counters(self._control), {name: Tally() for name in both}
             for name, tally in warm.items():
                 asyncio.run(self._round(both[name], WARM_UP_CALLS * len(endpoints), tally))
@@ -84,7 +84,7 @@ class Bench:
             )
         return notes
 
-    async def _round(self, endpoints: Sequence[Endpoint], calls: int, tally: Tally) -> None:
+    async def _round(self, endpoints: Sequence[Target], calls: int, tally: Tally) -> None:
         seconds = self._bounds.seconds / ROUNDS
         await Round(self._request, calls, seconds, lambda: self._stop.number is not None).run(endpoints, self._numbers, tally)
 
@@ -96,7 +96,7 @@ class Bench:
         return now
 
     @contextmanager
-    def _sessions(self) -> Iterator[list[Endpoint]]:
+    def _sessions(self) -> Iterator[list[Target]]:
         """One session per connection, deleted at the end."""
         opened: list[str] = []
         endpoints = []
@@ -104,7 +104,7 @@ class Bench:
             for _ in range(self._bounds.connections):
                 made = self._control.post("/sessions", {})
                 opened.append(made["session_id"])
-                endpoints.append(Endpoint(made["base_urls"]["openai"] + "/chat/completions", made["api_key"]))
+                endpoints.append(Target(made["base_urls"]["openai"] + "/chat/completions", made["api_key"]))
             yield endpoints
         finally:
             for session_id in opened:
@@ -122,7 +122,7 @@ END_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class LoadShape:
     """The request of every call. `prompt_words` are about as many tokens."""
 
     model: str
@@ -161,12 +161,12 @@ class Round:
     """`calls` calls, one at a time per endpoint, until all are answered, `seconds` have passed or `is_stopped()`. A call then in flight
     is cancelled and not counted."""
 
-    request: Request
+    request: LoadShape
     calls: int
     seconds: float
     is_stopped: Callable[[], bool]
 
-    async def run(self, endpoints: Sequence[Endpoint], numbers: Iterator[int], tally: Tally) -> None:
+    async def run(self, endpoints: Sequence[Target], numbers: Iterator[int], tally: Tally) -> None:
         left = itertools.repeat(None, self.calls)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as http:
@@ -191,7 +191,7 @@ class Round:
             _, pending = await asyncio.wait(pending, timeout=POLL_SECONDS)
 
     async def _through(
-        self, http: aiohttp.ClientSession, endpoint: Endpoint, left: Iterator[None], numbers: Iterator[int], tally: Tally
+        self, http: aiohttp.ClientSession, endpoint: Target, left: Iterator[None], numbers: Iterator[int], tally: Tally
     ) -> None:
         for _ in left:
             try:
@@ -199,7 +199,7 @@ class Round:
             except (aiohttp.ClientError, OSError) as error:
                 tally.count_failure(f"{endpoint.url}: {error or type(error).__name__}")
 
-    async def _call(self, http: aiohttp.ClientSession, endpoint: Endpoint, body: bytes, tally: Tally) -> None:
+    async def _call(self, http: aiohttp.ClientSession, endpoint: Target, body: bytes, tally: Tally) -> None:
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {endpoint.key}"} if endpoint.key else {})
         began, first = time.perf_counter(), 0.0
         async with http.post(endpoint.url, data=body, headers=headers) as response:
@@ -239,7 +239,7 @@ class Cost:
     steps: dict[str, dict[str, float]]
 
 
-def read_counters(control: Control) -> Counters:
+def read_counters(control: CommandClient) -> Counters:
     """Raises `Refusal`."""
     page = Exposition(control.fetch("/metrics").text)
     return Counters(
@@ -270,7 +270,7 @@ class Report:
 
     engine: str
     service: str
-    request: Request
+    request: LoadShape
     connections: int
     ways: Mapping[str, Tally]
     cost: Cost | None

@@ -13,7 +13,7 @@ from typing import Any
 
 from simpleeval import EvalWithCompoundTypes, InvalidExpression
 
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 from cli.run import load_harness
 from rollout.evaluators import catalogue as evaluators
 from rollout.runtimes import catalogue as runtimes
@@ -113,7 +113,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RoundPlan:
     """Per input: `samples` attempts a round, at most `most` in all, until `want` are accepted. `want` None: until one is accepted, and
     every accepted attempt is kept."""
 
@@ -181,26 +181,26 @@ class Overrides:
 
 
 def read_inputs(lines: Iterable[tuple[int, dict[str, Any]]], overrides: Overrides, accept: Accept) -> list[Input]:
-    """The inputs, each checked. Raises `Refusal` that names the first invalid line and the reason."""
+    """The inputs, each checked. Raises `CommandError` that names the first invalid line and the reason."""
     harness = None if overrides.harness is None else make_harness(overrides.harness)
     found: dict[str, Input] = {}
     for number, line in lines:
         digest = hashlib.sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()
         made = Input(str(line.get("task_id") or digest[:ID_CHARACTERS]), number, _override(number, line, overrides, harness))
         if (same := found.get(made.id)) is not None:
-            raise Refusal(f"line {number}: task {made.id!r} is already on line {same.number}")
+            raise CommandError(f"line {number}: task {made.id!r} is already on line {same.number}")
         try:
             made.parse()
         except BadTask as error:
-            raise Refusal(f"line {number}: {error.message}") from error
+            raise CommandError(f"line {number}: {error.message}") from error
         if "reward" in accept.names and not made.body.get("evaluator"):
-            raise Refusal(f"line {number} has no evaluator, so its attempts get no reward, which --accept reads")
+            raise CommandError(f"line {number} has no evaluator, so its attempts get no reward, which --accept reads")
         found[made.id] = made
     return list(found.values())
 
 
 def make_harness(name_or_path: str) -> dict[str, Any]:
-    """The `harness` field of a task; it includes the definition if that is a file. Raises `Refusal` (exit code 2)."""
+    """The `harness` field of a task; it includes the definition if that is a file. Raises `CommandError` (exit code 2)."""
     harness = load_harness(name_or_path)
     if not name_or_path.endswith(".toml"):
         return {"name": harness.name}
@@ -214,7 +214,7 @@ def _override(number: int, line: dict[str, Any], overrides: Overrides, harness: 
         kept = line["harness"] if isinstance(line.get("harness"), dict) else {}
         body["harness"] = {name: value for name, value in kept.items() if name not in ("name", "definition")} | harness
     if "harness" not in body:
-        raise Refusal(f"line {number} names no harness, and neither does --harness", exit_code=2)
+        raise CommandError(f"line {number} names no harness, and neither does --harness", exit_code=2)
     if overrides.model is not None:
         body["model"] = overrides.model
     if overrides.runtime is not None:
@@ -240,7 +240,7 @@ EVALUATION_ERRORS = (
 
 
 class Accept:
-    """Raises `Refusal` (exit code 2) that says what is wrong with the expression."""
+    """Raises `CommandError` (exit code 2) that says what is wrong with the expression."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -273,5 +273,5 @@ class Accept:
         except EVALUATION_ERRORS as error:
             return Decision(False, f"{type(error).__name__}: {error}")
 
-    def _refuse(self, why: str) -> Refusal:
-        return Refusal(f"--accept {self.text!r} is invalid: {why}", exit_code=2)
+    def _refuse(self, why: str) -> CommandError:
+        return CommandError(f"--accept {self.text!r} is invalid: {why}", exit_code=2)

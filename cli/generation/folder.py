@@ -28,7 +28,7 @@ from typing import Any, Self
 import numpy as np
 
 from cli.generation.attempts import Progress, input_id_of
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 from proxy.archive.folder import ArchiveError, ArchiveReader, ArchiveWriter, read_table, write_whole
 from proxy.archive.tables import ArchivedSession
 from reconstruct.accounting import settle
@@ -44,7 +44,7 @@ ROW_COLUMNS = ["session_id", "trajectory_id", "call_ids", "reward", "role", "age
 class GenerationFolder:
     """Use in a `with` block, in which no other process can write to it. `id` is the generation's.
 
-    Raises `Refusal` if the folder is not a generation's, or belongs to one with other `settings`."""
+    Raises `CommandError` if the folder is not a generation's, or belongs to one with other `settings`."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path = path
@@ -66,9 +66,9 @@ class GenerationFolder:
                 self._writer.__exit__(None, None, None)
                 raise
         except OSError as error:
-            raise Refusal(f"--out {self.path} cannot be used: {error.filename or self.path}: {error.strerror}") from error
+            raise CommandError(f"--out {self.path} cannot be used: {error.filename or self.path}: {error.strerror}") from error
         except (ArchiveError, ValueError, KeyError) as error:
-            raise Refusal(f"--out {self.path} cannot be used: {error}") from error
+            raise CommandError(f"--out {self.path} cannot be used: {error}") from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -148,11 +148,11 @@ class GenerationFolder:
             write_whole(path, lambda temporary: _write_text(temporary, text))
             return identity
         except (ValueError, KeyError, TypeError) as error:
-            raise Refusal(f"{path} is not a generation's: {error}") from error
+            raise CommandError(f"{path} is not a generation's: {error}") from error
         for name, value in self._settings.items():
             if settings.get(name) != value:
                 was = f"without {name}" if settings.get(name) is None else f"with {name} {settings[name]}"
-                raise Refusal(f"{self.path} was started {was}: continue with that, or choose another --out", exit_code=2)
+                raise CommandError(f"{self.path} was started {was}: continue with that, or choose another --out", exit_code=2)
         return identity
 
 

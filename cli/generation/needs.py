@@ -10,7 +10,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from cli.checks import Check, check_disks, check_readable, check_runtimes
-from cli.control import Control
+from cli.control import CommandClient
 from cli.engine_access import PROBE_SECONDS, check_engine, open_engine_client
 from cli.generation.attempts import Input
 from cli.generation.folder import GenerationFolder
@@ -57,7 +57,7 @@ async def check_own_node(
     return [*checks, *runtimes, *await _check_harnesses(inputs, working, folder, say)]
 
 
-def check_nodes(inputs: Sequence[Input], control: Control) -> list[Check]:
+def check_nodes(inputs: Sequence[Input], control: CommandClient) -> list[Check]:
     """For a running service. Nodes may start later, so a kind of runtime that none offers is only noted. Raises `Refusal`."""
     nodes = control.get("/nodes")["nodes"]
     checks = [Check("service", "ok", control.url)]

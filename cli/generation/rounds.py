@@ -13,10 +13,10 @@ from urllib.parse import quote
 
 from cli.archive_api import ArchiveApi
 from cli.control import Declined
-from cli.generation.attempts import Accept, Attempt, Input, Limits, Progress, judge
+from cli.generation.attempts import Accept, Attempt, Input, Progress, RoundPlan, judge
 from cli.generation.folder import GenerationFolder, Spell
 from cli.generation.screen import Screen, summarize, summarize_failures
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 from cli.tables import count_ended
 from rollout.attempts import ENDED, Failure
 
@@ -29,7 +29,7 @@ AGENTS_OWN = (Failure.HARNESS_FAILED, Failure.HARNESS_CRASHED)
 """Failures that a policy may cause, once it was called."""
 
 
-def find_shared_failure(progress: Sequence[Progress], limits: Limits) -> dict[str, str] | None:
+def find_shared_failure(progress: Sequence[Progress], limits: RoundPlan) -> dict[str, str] | None:
     """The failure that all attempts so far share, if they are enough to expect it of the others: one if a harness is missing and all tasks
     use the same, otherwise SAME_FAILURES. None also if no others are to be made."""
     attempts = [attempt for each in progress for attempt in each.attempts]
@@ -60,7 +60,7 @@ class Generation:
         api: ArchiveApi,
         folder: GenerationFolder,
         inputs: Sequence[Input],
-        limits: Limits,
+        limits: RoundPlan,
         accept: Accept,
         screen: Screen,
         wait: Callable[[float], bool],
@@ -76,7 +76,7 @@ class Generation:
         self._wait = wait
 
     def run(self) -> None:
-        """Raises `Refusal`, also if nothing was accepted. Whatever was accepted is written however it ends."""
+        """Raises `CommandError`, also if nothing was accepted. Whatever was accepted is written however it ends."""
         complete = False
         try:
             complete = self._run_rounds()
@@ -85,7 +85,7 @@ class Generation:
         finally:
             conversations = self._write(complete)
         if complete and not conversations:
-            raise Refusal(self._explain_nothing())
+            raise CommandError(self._explain_nothing())
 
     def _explain_nothing(self) -> str:
         """Why there is no conversation."""
@@ -120,14 +120,14 @@ class Generation:
         return True
 
     def _give_up(self, failure: Mapping[str, str]) -> None:
-        """Cancel what has not ended. Raises `Refusal`."""
+        """Cancel what has not ended. Raises `CommandError`."""
         for progress in self._progress:
             if not progress.done and progress.task_id:
                 self._api.delete(f"/tasks/{quote(progress.task_id, safe='')}")
         self._folder.begin_anew()
         made = sum(len(progress.attempts) for progress in self._progress)
         count = "the first attempt" if made == 1 else f"all of the first {made} attempts"
-        raise Refusal(
+        raise CommandError(
             f"{count} failed for the same reason, so no others were made. {failure['failure']}: {failure['message']} "
             f"(see {failure['look']}). Fix it and repeat the command: it begins anew"
         )
@@ -139,7 +139,7 @@ class Generation:
         except Declined as declined:
             if declined.status not in (400, 409):
                 raise
-            raise Refusal(f"line {progress.input.number}: {declined}") from declined
+            raise CommandError(f"line {progress.input.number}: {declined}") from declined
         progress.task_id, progress.rollouts = task["task_id"], task["rollouts"]
 
     def _update(self, progress: Progress) -> None:

@@ -15,7 +15,7 @@ from rich.text import Text
 from cli.checks import Check, print_checks
 from cli.feedback import remove_controls
 from cli.generation.attempts import Progress
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 
 MAX_ROWS = 15
 OTHER_LINES = 8
@@ -43,10 +43,10 @@ class Screen:
         self._console.print(remove_controls(sentence), markup=False, highlight=False, soft_wrap=True)
 
     def report_needs(self, checks: Sequence[Check]) -> None:
-        """Raises `Refusal` if one is to be fixed."""
+        """Raises `CommandError` if one is to be fixed."""
         print_checks(self._console, checks)
         if wrong := [check.about for check in checks if check.state == "fix"]:
-            raise Refusal(f"nothing was started: fix {', '.join(dict.fromkeys(wrong))}")
+            raise CommandError(f"nothing was started: fix {', '.join(dict.fromkeys(wrong))}")
 
     def show(self, progress: Sequence[Progress]) -> None:
         if self._live is not None:

@@ -27,7 +27,7 @@ BODY_GRACE_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class HttpTimeouts:
     """The limits. 0 seconds: no limit."""
 
     header_bytes: int
@@ -37,7 +37,7 @@ class Patience:
     write_seconds: float
 
     @classmethod
-    def of(cls, settings: Settings) -> Patience:
+    def of(cls, settings: Settings) -> HttpTimeouts:
         body_seconds = settings.body_timeout_seconds + BODY_GRACE_SECONDS if settings.body_timeout_seconds else 0.0
         return cls(
             settings.max_header_bytes,
@@ -48,11 +48,11 @@ class Patience:
         )
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """uvicorn's protocol with limits. `_awaits` is what it waits for: a `request` that has not started, its `head`, its `body`, or
     `nothing` while the reply is sent and until the client sends again."""
 
-    def __init__(self, *args: Any, patience: Patience, **more: Any) -> None:
+    def __init__(self, *args: Any, patience: HttpTimeouts, **more: Any) -> None:
         super().__init__(*args, **more)
         self._patience = patience
         self._awaits = "request"
@@ -226,11 +226,11 @@ class Connection(HttpToolsProtocol):
 
 
 class _Direct:
-    """What `proxy.call.http.Direct` promises, for one request."""
+    """What `proxy.call.http.DirectWriter` promises, for one request."""
 
     __slots__ = ("_connection", "_cycle", "flushed")
 
-    def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
+    def __init__(self, connection: HttpConnection, cycle: RequestResponseCycle) -> None:
         self._connection = connection
         self._cycle = cycle
         self.flushed = connection.flushed

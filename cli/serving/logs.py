@@ -10,7 +10,7 @@ import sys
 from datetime import UTC, datetime
 from typing import Any
 
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("human", "json")
@@ -61,11 +61,11 @@ class JsonLine(logging.Formatter):
 
 
 def configure(level: str, form: str = "human") -> None:
-    """Send all logging of this process to stderr at `level`. Raises `Refusal` (exit code 2) for an unknown level or form."""
+    """Send all logging of this process to stderr at `level`. Raises `CommandError` (exit code 2) for an unknown level or form."""
     if level.lower() not in LEVELS:
-        raise Refusal(f"--log-level {level!r} is invalid: choose one of {', '.join(LEVELS)}", exit_code=2)
+        raise CommandError(f"--log-level {level!r} is invalid: choose one of {', '.join(LEVELS)}", exit_code=2)
     if form not in FORMATS:
-        raise Refusal(f"--log-format {form!r} is invalid: choose one of {', '.join(FORMATS)}", exit_code=2)
+        raise CommandError(f"--log-format {form!r} is invalid: choose one of {', '.join(FORMATS)}", exit_code=2)
     logging.basicConfig(stream=sys.stderr, level=level.upper(), force=True)
     human = OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s")
     for handler in logging.getLogger().handlers:

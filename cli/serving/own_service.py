@@ -17,7 +17,7 @@ from typing import Self
 import httpx
 
 from cli.engine_access import KEY_FILE_FLAG, hide_key
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 from proxy.auth import mint_token
 from proxy.store.embedded import EmbeddedRedis, StoreStartError
 
@@ -62,7 +62,7 @@ class OwnService:
     that an earlier one left: the service's URL is another at every start. `key_file` holds the engines' API key.
 
     While it starts, `wait` is called to sleep; once that returns True the start is abandoned. `say` receives what it waits for.
-    Raises `Refusal` if it cannot start."""
+    Raises `CommandError` if it cannot start."""
 
     def __init__(
         self,
@@ -101,12 +101,12 @@ class OwnService:
         self._started.close()
 
     def wait(self, seconds: float) -> bool:
-        """Sleep for so many seconds, or less; whether to stop. Raises `Refusal` if one of its processes has ended."""
+        """Sleep for so many seconds, or less; whether to stop. Raises `CommandError` if one of its processes has ended."""
         for name, child in self._children.items():
             if (code := child.poll()) is not None:
                 log = self._logs / f"{name}.log"
                 lines = log.read_text(errors="replace").strip().splitlines() or ["it logged nothing"]
-                raise Refusal(f"verbatim {name} ended with exit code {code}: {lines[-1]} (see {log})")
+                raise CommandError(f"verbatim {name} ended with exit code {code}: {lines[-1]} (see {log})")
         return self._sleep(seconds)
 
     def _start(self, stack: ExitStack) -> None:
@@ -117,7 +117,7 @@ class OwnService:
         try:
             redis_url = redis.start()
         except StoreStartError as error:
-            raise Refusal(error.message) from error
+            raise CommandError(error.message) from error
         engines = [word for engine in self._engines for word in ("--engine", engine)]
         # A file of this start alone: the URL is read from it.
         output = self._folder / "serve.out"
@@ -156,10 +156,10 @@ class OwnService:
         deadline = time.monotonic() + READY_SECONDS
         while not has_happened():
             if self.wait(POLL_SECONDS):
-                raise Refusal("stopped before anything started")
+                raise CommandError("stopped before anything started")
             if time.monotonic() > deadline:
                 lacks = f": {self._lacks}" if self._lacks else ""
-                raise Refusal(f"{otherwise} within {READY_SECONDS:g} s{lacks}; see {self._logs / 'serve.log'}")
+                raise CommandError(f"{otherwise} within {READY_SECONDS:g} s{lacks}; see {self._logs / 'serve.log'}")
 
     def _read_url(self, output: Path) -> bool:
         found = re.search(r"^base URL: (\S+)$", output.read_text(), re.MULTILINE)

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import uvicorn
 
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 from cli.rollout_service import KNOWN, add_rollouts
-from cli.serving.connection import Connection, Patience
+from cli.serving.connection import HttpConnection, HttpTimeouts
 from cli.serving.tls import Certificate, load_certificate
 from proxy.app import create_app
 
@@ -125,14 +125,14 @@ def run_server(
 ) -> None:
     """Serve until a stop signal; calls in flight may finish for `drain_seconds`, then they are cut and recorded.
 
-    Raises `Refusal` if the application cannot start.
+    Raises `CommandError` if the application cannot start.
     """
     app = create_app(settings, partial(add_rollouts, KNOWN))
     config = uvicorn.Config(
         app,
         loop="uvloop",
         # uvicorn calls it like the class.
-        http=cast(Any, partial(Connection, patience=Patience.of(settings))),
+        http=cast(Any, partial(HttpConnection, patience=HttpTimeouts.of(settings))),
         ws="none",
         lifespan="on",
         log_config=None,
@@ -145,7 +145,7 @@ def run_server(
     server = Server(config, partial(app.drain, settings.drain_seconds), on_ready, on_force, load_certificate(settings))
     _run_until_stopped(server, listeners)
     if not (server.started or server.should_exit):
-        raise Refusal("the service could not start; the log above says why")
+        raise CommandError("the service could not start; the log above says why")
 
 
 def _run_until_stopped(server: Server, listeners: list[socket.socket]) -> None:
@@ -175,11 +175,11 @@ BACKLOG = 2048
 
 
 def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """A listening TCP socket on `host`:`port`, which `flag` set. Raises `Refusal` if the address is not available."""
+    """A listening TCP socket on `host`:`port`, which `flag` set. Raises `CommandError` if the address is not available."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, OverflowError) as error:
-        raise Refusal(f"cannot listen on {host}:{port}: {error}") from error
+        raise CommandError(f"cannot listen on {host}:{port}: {error}") from error
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -188,7 +188,7 @@ def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
         listener.listen(BACKLOG)
     except (OSError, OverflowError) as error:
         listener.close()
-        raise Refusal(_explain(host, port, flag, error)) from error
+        raise CommandError(_explain(host, port, flag, error)) from error
     listener.set_inheritable(False)
     return listener
 

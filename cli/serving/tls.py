@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 
 if TYPE_CHECKING:
     from proxy.settings import Settings
@@ -23,7 +23,7 @@ SOON_SECONDS = 12 * 3600
 
 
 class Certificate:
-    """`context` serves the certificate of two PEM files. Raises `Refusal` (exit code 2) if they are not a certificate and its key."""
+    """`context` serves the certificate of two PEM files. Raises `CommandError` (exit code 2) if they are not a certificate and its key."""
 
     def __init__(self, cert: Path, key: Path) -> None:
         self._cert, self._key = cert, key
@@ -32,7 +32,9 @@ class Certificate:
         try:
             self._load(self.context)
         except (OSError, ValueError) as error:
-            raise Refusal(f"--tls-cert {cert} and --tls-key {key} cannot be used: {_explain(error)}", exit_code=2) from error
+            raise CommandError(
+                f"--tls-cert {cert} and --tls-key {key} cannot be used: {_explain(error)}", exit_code=2
+            ) from error
         self._seen = self._stamp()
         self._fault: str | None = None
         self.check_validity()
@@ -77,11 +79,11 @@ class Certificate:
 
 
 def load_certificate(settings: Settings) -> Certificate | None:
-    """The certificate of the settings; None for plain HTTP. Raises `Refusal`."""
+    """The certificate of the settings; None for plain HTTP. Raises `CommandError`."""
     if settings.tls_cert is None and settings.tls_key is None:
         return None
     if settings.tls_cert is None or settings.tls_key is None:
-        raise Refusal("--tls-cert and --tls-key belong together: give both, or neither for plain HTTP", exit_code=2)
+        raise CommandError("--tls-cert and --tls-key belong together: give both, or neither for plain HTTP", exit_code=2)
     return Certificate(settings.tls_cert, settings.tls_key)
 
 

@@ -22,7 +22,7 @@ from multiprocessing.context import SpawnProcess
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 from cli.serving import logs
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Workers:
         self._on_force: Callable[[], None] = lambda: None
 
     def run(self, on_ready: Callable[[], None], on_force: Callable[[], None]) -> None:
-        """Raises `Refusal` if a worker cannot start. A second Ctrl-C kills the workers, calls `on_force` and exits."""
+        """Raises `CommandError` if a worker cannot start. A second Ctrl-C kills the workers, calls `on_force` and exits."""
         self._on_force = on_force
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle_stop)
@@ -107,7 +107,7 @@ class Workers:
                 continue
             # SIGKILL comes from outside, for example from the kernel's OOM killer: a replacement may work.
             if not worker.check_ready() and worker.process.exitcode != -signal.SIGKILL:
-                raise Refusal("a worker process could not start; the log above says why")
+                raise CommandError("a worker process could not start; the log above says why")
             log.error("worker %s died (exit code %s): starting another", worker.process.pid, worker.process.exitcode)
             worker.status.close()
             self._workers[place] = self._start()
@@ -146,7 +146,7 @@ def work(settings: Settings, listeners: list[socket.socket], status: Connection,
     threading.Thread(target=_follow_parent, daemon=True).start()
     try:
         run_server(settings, listeners, on_ready=lambda: status.send("ready"), on_force=lambda: None)
-    except Refusal as refusal:
+    except CommandError as refusal:
         log.error("%s", refusal)
         raise SystemExit(refusal.exit_code) from refusal
 

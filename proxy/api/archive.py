@@ -18,7 +18,7 @@ from proxy.api.closing import CLOSED, fill_group, load_session
 from proxy.api.requests import (
     MSGPACK,
     Body,
-    Form,
+    Encoding,
     Served,
     SessionId,
     encode_response,
@@ -90,7 +90,7 @@ async def export_records(
         log = await services.sessions.load_log(session_id)
         every = () if state.info.replay is None else await services.sessions.load_records(session_id, 0, -1)
         images = await list_images(services, state.info, every)
-    return encode_response(part_as_wire(state, delivered, intents, named, next_start, log, images), Form.MSGPACK)
+    return encode_response(part_as_wire(state, delivered, intents, named, next_start, log, images), Encoding.MSGPACK)
 
 
 @router.post(

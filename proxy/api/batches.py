@@ -11,16 +11,16 @@ from fastapi import APIRouter, Depends, Path, Request, Response
 from pydantic import Field
 
 from proxy.api.admission import DEFAULT_POLICY, load_current_versions
-from proxy.api.calls import ACCOUNTING, ROW, Accounting, Trajectory
+from proxy.api.calls import ACCOUNTING, ROW, AccountingView, TrajectoryView
 from proxy.api.closing import group_name
 from proxy.api.dead_letters import DeadLetterShape, letter_as_wire
-from proxy.api.leased_rows import Batch, RowTerms, encode_groups
-from proxy.api.requests import ENCODINGS, Body, Form, JsonBody, Served, choose_form, json_response, require_trainer
+from proxy.api.leased_rows import EncodedBatch, RowTerms, encode_groups
+from proxy.api.requests import ENCODINGS, Body, Encoding, JsonBody, Served, choose_form, json_response, require_trainer
 from proxy.errors import NotFound, VerbatimError
 from proxy.rows import find_builder
 from proxy.services import Services
 from proxy.settings import Role, TrainedMode
-from proxy.store.delivery import LeaseTerms
+from proxy.store.delivery import LeaseQuery
 from proxy.store.groups import Nothing, PolicyLine
 
 router = APIRouter(
@@ -70,7 +70,7 @@ class ExtendRequest(Body, json_schema_extra={"example": {"lease_seconds": 600}})
     """Counted from now. Default: the service's setting."""
 
 
-class LeasedSession(Accounting):
+class LeasedSession(AccountingView):
     """The accounting of everything sampled in a session, delivered or not."""
 
     session_id: str
@@ -81,7 +81,7 @@ class LeasedGroupShape(Body):
     stale: bool = False
     """Present only if true, with `stale_groups: flag`."""
     sessions: list[LeasedSession]
-    trajectories: list[Trajectory]
+    trajectories: list[TrajectoryView]
 
 
 class LeaseShape(
@@ -137,9 +137,9 @@ async def lease_batch(
         batch = await _lease(services, body, form, waits=body.wait_seconds > 0)
         if isinstance(batch, Nothing) and body.wait_seconds > 0:
             batch = await _wait_for_batch(services, body, form, gone)
-        if isinstance(batch, Batch) and gone.done():
+        if isinstance(batch, EncodedBatch) and gone.done():
             await _give_back(services, batch.lease_id)
-    return batch.response(form) if isinstance(batch, Batch) else Response(status_code=204)
+    return batch.response(form) if isinstance(batch, EncodedBatch) else Response(status_code=204)
 
 
 @router.post("/{lease_id}/ack", responses={200: {"model": SettledLease, "description": "done"}, **EXPIRED})
@@ -175,7 +175,9 @@ def _settled_response(lease_id: str, refs: Sequence[str]) -> Response:
     return json_response({"lease_id": lease_id, "groups": [group_name(ref) for ref in refs]})
 
 
-async def _wait_for_batch(services: Services, body: LeaseRequest, form: Form, gone: asyncio.Task[None]) -> Batch | Nothing:
+async def _wait_for_batch(
+    services: Services, body: LeaseRequest, form: Encoding, gone: asyncio.Task[None]
+) -> EncodedBatch | Nothing:
     """Retry after every arrival or ended lease until the time is up, the caller has hung up or the service is stopping."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + body.wait_seconds
@@ -183,13 +185,13 @@ async def _wait_for_batch(services: Services, body: LeaseRequest, form: Form, go
         while True:
             mark, left = arrivals.mark, deadline - loop.time()
             batch = await _lease(services, body, form, waits=left > 0)
-            if isinstance(batch, Batch) or left <= 0 or gone.done() or services.stopping.is_set():
+            if isinstance(batch, EncodedBatch) or left <= 0 or gone.done() or services.stopping.is_set():
                 return batch
             pause = min(left, RECHECK_SECONDS, await _seconds_until(services, batch.due_at))
             await _wait_for_first((arrivals.wait(mark, pause), services.stopping.wait()), gone)
 
 
-async def _lease(services: Services, body: LeaseRequest, form: Form, *, waits: bool) -> Batch | Nothing:
+async def _lease(services: Services, body: LeaseRequest, form: Encoding, *, waits: bool) -> EncodedBatch | Nothing:
     """The groups ready for this consumer, with their rows."""
     if body.builder is not None:
         await asyncio.to_thread(find_builder, body.builder)
@@ -203,7 +205,7 @@ async def _lease(services: Services, body: LeaseRequest, form: Form, *, waits: b
             for policy, version in versions.items()
         }
         line = lines.pop(DEFAULT_POLICY)
-        terms = LeaseTerms(
+        terms = LeaseQuery(
             consumer=body.consumer or DEFAULT_CONSUMER,
             max_groups=body.max_groups,
             max_trajectories=body.max_trajectories,
@@ -230,7 +232,7 @@ async def _lease(services: Services, body: LeaseRequest, form: Form, *, waits: b
                 await asyncio.shield(_give_back(services, lease.lease_id))
             raise
         if groups:
-            return Batch(lease.lease_id, lease.expires_at, line.version, versions, groups)
+            return EncodedBatch(lease.lease_id, lease.expires_at, line.version, versions, groups)
 
 
 async def _give_back(services: Services, lease_id: str) -> None:

@@ -116,7 +116,7 @@ class CallPage(Body, json_schema_extra={"example": {"calls": [CALL], "cursor": N
     cursor: str | None
 
 
-class Trajectory(Body):
+class TrajectoryView(Body):
     trajectory_id: str
     """The same calls always give the same id."""
     session_id: str
@@ -154,18 +154,18 @@ class Trajectory(Body):
     routed_experts: list[Any] | None = None
 
 
-class Quarantined(Body):
+class QuarantinedView(Body):
     call_id: str
     tokens: int
     reason: str
 
 
-class Accounting(Body):
+class AccountingView(Body):
     """sampled_tokens = exported_tokens + quarantined tokens"""
 
     sampled_tokens: int
     exported_tokens: int
-    quarantined: list[Quarantined]
+    quarantined: list[QuarantinedView]
     dangling_calls: int
     """Calls whose process died while the engine was sampling."""
     complete: bool
@@ -190,8 +190,8 @@ ACCOUNTING: dict[str, Any] = json.loads("""
 
 
 class Trajectories(Body, json_schema_extra={"example": {"trajectories": [ROW], "accounting": ACCOUNTING}}):
-    trajectories: list[Trajectory]
-    accounting: Accounting
+    trajectories: list[TrajectoryView]
+    accounting: AccountingView
 
 
 @router.get(

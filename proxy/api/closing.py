@@ -19,9 +19,9 @@ from proxy.errors import Conflict, NotFound, StoreUnavailable, VerbatimError
 from proxy.services import Services
 from proxy.settings import Settings
 from proxy.store.delivery import Announced, CloseRequest
-from proxy.store.groups import GroupDefaults, Member, PolicyRows
+from proxy.store.groups import GroupDefaults, GroupMember, PolicyRows
 from proxy.store.keys import StoredValueError
-from proxy.store.run import Outcome, choose_label
+from proxy.store.run import PolicyOutcome, choose_label
 from proxy.store.states import SessionInfo, SessionState
 from reconstruct.accounting import measure_lost_share, presume_delivered
 from reconstruct.errors import ReconstructError
@@ -214,14 +214,14 @@ async def _withdraw_deleted(services: Services, session_id: str) -> None:
         await services.delivery.withdraw(session_id, build_group_defaults(services.settings), uncount=True)
 
 
-async def _build_member(services: Services, state: SessionState) -> tuple[Member, list[Outcome]]:
+async def _build_member(services: Services, state: SessionState) -> tuple[GroupMember, list[PolicyOutcome]]:
     """The member, and what the session adds to the numbers of the run."""
     session_id = state.info.session_id
     try:
         built = await rows.session_rows(services, state)
     except ReconstructError as error:
         log.error("session %s has no usable trajectories: %s", session_id, error)
-        return Member(session_id, False, state.reward, 0, 0, complete=False), [_describe_end(services, state)]
+        return GroupMember(session_id, False, state.reward, 0, 0, complete=False), [_describe_end(services, state)]
     await services.sessions.note_sampled(session_id, built.accounting.sampled_tokens)
     by_policy = _count_by_policy(built.rows)
     usable = (
@@ -229,7 +229,7 @@ async def _build_member(services: Services, state: SessionState) -> tuple[Member
     )
     default = by_policy.pop("", PolicyRows(0, 0))
     complete = built.accounting.complete
-    member = Member(session_id, usable, state.reward, default.rows, default.oldest_version, by_policy, complete)
+    member = GroupMember(session_id, usable, state.reward, default.rows, default.oldest_version, by_policy, complete)
     return member, await _measure_outcomes(services, state, built)
 
 
@@ -261,7 +261,7 @@ def _count_by_policy(built: Sequence[Trajectory]) -> dict[str, PolicyRows]:
     }
 
 
-async def _measure_outcomes(services: Services, state: SessionState, built: rows.Built) -> list[Outcome]:
+async def _measure_outcomes(services: Services, state: SessionState, built: rows.Built) -> list[PolicyOutcome]:
     """One per policy that sampled in the session; without any call, one of the default policy."""
     calls: dict[str, list[Call]] = {}
     for call in (*built.settled.forest.calls.values(), *built.settled.stray):
@@ -271,7 +271,9 @@ async def _measure_outcomes(services: Services, state: SessionState, built: rows
     return [await _measure_policy(services, end, policy, made, built) for policy, made in sorted(calls.items())] or [end]
 
 
-async def _measure_policy(services: Services, end: Outcome, policy: str, calls: Sequence[Call], built: rows.Built) -> Outcome:
+async def _measure_policy(
+    services: Services, end: PolicyOutcome, policy: str, calls: Sequence[Call], built: rows.Built
+) -> PolicyOutcome:
     version = min((span.version for call in calls for span in call.node.spans), default=None)
     current = 0 if version is None else (await services.weights.current(policy)).version
     return replace(
@@ -286,9 +288,9 @@ async def _measure_policy(services: Services, end: Outcome, policy: str, calls: 
     )
 
 
-def _describe_end(services: Services, state: SessionState) -> Outcome:
+def _describe_end(services: Services, state: SessionState) -> PolicyOutcome:
     settings, closed_at = services.settings, state.closed_at or state.updated_at
-    return Outcome(
+    return PolicyOutcome(
         closed_at=closed_at,
         status=state.status,
         reward=state.reward,

@@ -71,7 +71,7 @@ class Groups(Body, json_schema_extra={"example": {"groups": [GROUP]}}):
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GroupView:
     """The sessions of a group. `size` is the one they were opened with."""
 
     group_id: str
@@ -98,7 +98,7 @@ def has_failed(state: SessionState) -> bool:
     return state.closed_at is not None and (state.status not in RUN_ENDED or unrewarded)
 
 
-async def newest_groups(services: Services, text: str) -> list[Group]:
+async def newest_groups(services: Services, text: str) -> list[GroupView]:
     """The groups of the newest sessions whose ids contain the text, newest first."""
     members: dict[str, list[SessionState]] = {}
     cursor, searched = None, 0
@@ -111,10 +111,10 @@ async def newest_groups(services: Services, text: str) -> list[Group]:
                 members.setdefault(named, []).append(state)
         if cursor is None:
             break
-    return [Group(name, max(each.info.group_size for each in states), states) for name, states in members.items()]
+    return [GroupView(name, max(each.info.group_size for each in states), states) for name, states in members.items()]
 
 
-async def load_group(services: Services, group_id: str) -> Group | None:
+async def load_group(services: Services, group_id: str) -> GroupView | None:
     """The group with all its sessions, oldest first; None if it has none."""
     states: list[SessionState] = []
     cursor = None
@@ -125,7 +125,7 @@ async def load_group(services: Services, group_id: str) -> Group | None:
             break
     if not states:
         return None
-    return Group(group_id, max(state.info.group_size for state in states), states[::-1])
+    return GroupView(group_id, max(state.info.group_size for state in states), states[::-1])
 
 
 @router.get("", responses={200: {"model": Groups, "description": "the groups"}})
@@ -159,7 +159,7 @@ async def read_group(services: Served, group_id: Annotated[str, Path(description
     return json_response({**shown, "members": members})
 
 
-async def _describe_all(services: Services, groups: Sequence[Group]) -> list[tuple[dict[str, Any], list[str]]]:
+async def _describe_all(services: Services, groups: Sequence[GroupView]) -> list[tuple[dict[str, Any], list[str]]]:
     """Each group as the wire has it, and where the round of each member stands."""
     ids = [state.info.session_id for group in groups for state in group.sessions]
     standings = dict(zip(ids, await services.delivery.load_standings(ids), strict=True)) if ids else {}
@@ -174,7 +174,7 @@ async def _describe_all(services: Services, groups: Sequence[Group]) -> list[tup
     return described
 
 
-def _describe(group: Group, standings: Sequence[str], letter: str | None) -> dict[str, Any]:
+def _describe(group: GroupView, standings: Sequence[str], letter: str | None) -> dict[str, Any]:
     by_age = sorted(zip(group.sessions, standings, strict=True), key=lambda pair: pair[0].info.created_at, reverse=True)
     delivery = next((standing for _, standing in by_age if standing != "none"), "none")
     return {
@@ -190,7 +190,7 @@ def _describe(group: Group, standings: Sequence[str], letter: str | None) -> dic
     }
 
 
-def explain(group: Group, delivery: str, letter: str | None) -> str:
+def explain(group: GroupView, delivery: str, letter: str | None) -> str:
     """What the group waits for, or what became of it. `letter`: the reason of its dead letter."""
     if delivery == "dead":
         return f"no longer delivered: {letter or 'see the dead letters'}"
@@ -203,7 +203,7 @@ def explain(group: Group, delivery: str, letter: str | None) -> str:
     return known.get(delivery) or _explain_waiting(group)
 
 
-def _explain_waiting(group: Group) -> str:
+def _explain_waiting(group: GroupView) -> str:
     counted = Counter(_find_lack(state) for state in group.sessions)
     lacks = [f"{count} {lack}" for lack, count in counted.items() if lack]
     missing = group.size - len(group.sessions)

@@ -18,10 +18,10 @@ from fastapi.responses import StreamingResponse
 
 from proxy import rows
 from proxy.api.closing import group_name
-from proxy.api.requests import Form
+from proxy.api.requests import Encoding
 from proxy.errors import NotFound, RequestError
 from proxy.services import Services
-from proxy.store.groups import Lease, LeasedGroup
+from proxy.store.groups import LeasedGroup, LeaseRecord
 from proxy.store.keys import StoredValueError
 from reconstruct.errors import ReconstructError
 from reconstruct.roles import is_wanted
@@ -36,7 +36,7 @@ CHUNK_BYTES = 256 * 1024
 class RowTerms:
     """Which rows a lease delivers and how: None means all trained roles, the service's builder, all trained logprob modes."""
 
-    form: Form
+    form: Encoding
     roles: Container[str] | None = None
     builder: str | None = None
     complete_only: bool = False
@@ -59,7 +59,7 @@ class EncodedGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class EncodedBatch:
     """`weight_version` is the default policy's; `weight_versions` has those of all policies."""
 
     lease_id: str
@@ -68,8 +68,8 @@ class Batch:
     weight_versions: Mapping[str, int]
     groups: Sequence[EncodedGroup]
 
-    def response(self, form: Form) -> Response:
-        pieces = list(self._json() if form is Form.JSON else self._msgpack())
+    def response(self, form: Encoding) -> Response:
+        pieces = list(self._json() if form is Encoding.JSON else self._msgpack())
         length = {"content-length": str(sum(map(len, pieces)))}
         return StreamingResponse(_rechunk(pieces), headers=length, media_type=form.value)
 
@@ -93,7 +93,7 @@ class Batch:
             yield from group.rows
 
 
-async def encode_groups(services: Services, lease: Lease, terms: RowTerms) -> list[EncodedGroup]:
+async def encode_groups(services: Services, lease: LeaseRecord, terms: RowTerms) -> list[EncodedGroup]:
     """The leased groups with their rows. A group that this build cannot read is buried among the dead letters; otherwise it would be
     leased over and over. Raises `RequestError` if the requested builder cannot build a group's rows, since another builder might."""
     groups = []
@@ -139,9 +139,9 @@ def _select(built: Sequence[Trajectory], policies: Container[str], roles: Contai
     return weigh_rows([row for row in trained if roles is None or is_wanted(row.role, row.role_source, roles)])
 
 
-def _encode_rows(selected: Sequence[Trajectory], form: Form) -> list[bytes]:
+def _encode_rows(selected: Sequence[Trajectory], form: Encoding) -> list[bytes]:
     """Row by row: an encoder holds the GIL until it returns."""
-    encode: Callable[[Any], bytes] = msgspec.json.encode if form is Form.JSON else msgspec.msgpack.encode
+    encode: Callable[[Any], bytes] = msgspec.json.encode if form is Encoding.JSON else msgspec.msgpack.encode
     return [encode(encode_row(row, arrays=form.arrays)) for row in selected]
 
 

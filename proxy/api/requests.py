@@ -130,7 +130,7 @@ ENCODINGS = (
 """For the OpenAPI document; see `reconstruct.trajectory`."""
 
 
-class Form(Enum):
+class Encoding(Enum):
     JSON = "application/json"
     MSGPACK = MSGPACK
     PACKED = PACKED
@@ -138,27 +138,27 @@ class Form(Enum):
     @property
     def arrays(self) -> str:
         """The `arrays` argument of the `as_wire` functions: "list" or "bytes"."""
-        return "bytes" if self is Form.PACKED else "list"
+        return "bytes" if self is Encoding.PACKED else "list"
 
 
-def choose_form(request: Request) -> Form:
+def choose_form(request: Request) -> Encoding:
     """The first supported form in the Accept header; JSON if there is none."""
     for choice in request.headers.get("accept", "").split(","):
         kind, *parameters = (part.strip().lower() for part in choice.split(";"))
         if kind in (MSGPACK, "application/x-msgpack"):
-            return Form.PACKED if "arrays=packed" in parameters else Form.MSGPACK
+            return Encoding.PACKED if "arrays=packed" in parameters else Encoding.MSGPACK
         if kind == "application/json":
-            return Form.JSON
-    return Form.JSON
+            return Encoding.JSON
+    return Encoding.JSON
 
 
-def encode_response(content: Any, form: Form, status: int = 200) -> Response:
-    encode = msgspec.json.encode if form is Form.JSON else msgspec.msgpack.encode
+def encode_response(content: Any, form: Encoding, status: int = 200) -> Response:
+    encode = msgspec.json.encode if form is Encoding.JSON else msgspec.msgpack.encode
     return Response(encode(content), status, media_type=form.value)
 
 
 def json_response(content: Any, status: int = 200) -> Response:
-    return encode_response(content, Form.JSON, status)
+    return encode_response(content, Encoding.JSON, status)
 
 
 # Error responses.

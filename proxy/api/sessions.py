@@ -56,7 +56,7 @@ class SamplingOverrides(Body):
     """Keep the experts each token was routed to."""
 
 
-class Replay(Body):
+class ReplayRequest(Body):
     session_id: str
     """The recorded session: open, closed, or archived by this service."""
     until: str | Annotated[int, Field(ge=0)] | None = None
@@ -131,7 +131,7 @@ class NewSession(
     """Overrides what the harness sends."""
     echo_policy: Literal["strict", "minted"] | None = None
     """How to treat a reply that the harness replays with an edit. Default: the service's setting."""
-    replay: Replay | None = None
+    replay: ReplayRequest | None = None
     """Makes the session a fork: its harness gets the replies that another session's got, as far as the pivot."""
     lookahead: LookaheadBody | None = None
     """Samples several candidates for each reply and gives the harness the best of them."""

@@ -42,7 +42,7 @@ class SentParameters(Body):
     shapes: list[list[int]]
 
 
-class Push(Body, json_schema_extra={"example": {"version": 12, "path": "/shared/weights/version-12", "mode": "keep"}}):
+class PushRequest(Body, json_schema_extra={"example": {"version": 12, "path": "/shared/weights/version-12", "mode": "keep"}}):
     version: int = Field(ge=0, lt=2**53)
     """Greater than the current one."""
     path: str | None = Field(None, min_length=1, max_length=4096)
@@ -169,7 +169,9 @@ class JoinedGroup(GroupPlan, json_schema_extra={"example": {"group": "9f", **PLA
         409: {"description": "the version is not greater than the current one, or the model is frozen (`conflict`)"},
     },
 )
-async def push_weights(services: Served, request: Request, body: Annotated[Push, Depends(JsonBody(Push).read)]) -> Response:
+async def push_weights(
+    services: Served, request: Request, body: Annotated[PushRequest, Depends(JsonBody(PushRequest).read)]
+) -> Response:
     """Checks the weights, then pauses every replica of the model, loads them, sets the version and resumes; a version of an adapter is
     loaded without a pause. With
     `Accept: application/x-ndjson`, one line of JSON for each step, then `{result}` or `{error}`."""
@@ -206,14 +208,14 @@ async def join_nccl_group(services: Served, body: Annotated[NcclGroup, Depends(J
     return json_response(await services.updater.join_group(body.model, body.world_size, nccl))
 
 
-async def _push(services: Services, body: Push, watch: Watcher) -> dict[str, Any]:
+async def _push(services: Services, body: PushRequest, watch: Watcher) -> dict[str, Any]:
     transfer = Transfer(**body.transfer.model_dump()) if body.transfer else None
     return await services.updater.push(
         body.version, body.path, body.kind, body.mode, policy=body.model, transfer=transfer, watch=watch
     )
 
 
-async def _stream_push(services: Services, body: Push) -> AsyncIterator[bytes]:
+async def _stream_push(services: Services, body: PushRequest) -> AsyncIterator[bytes]:
     """Each step as a line of JSON; the last line is `{"result": ...}` or `{"error": {code, message}, "status": ...}`."""
     events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
 

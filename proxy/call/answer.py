@@ -1,6 +1,6 @@
 """The answer to one model call, whole or streamed, and what a call that failed leaves in the session's state.
 
-`Exchange` is one request of a harness and what became of it: the log's line and the trace are made from it.
+`HarnessRequest` is one request of a harness and what became of it: the log's line and the trace are made from it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from proxy.call.http import JSON, Client, Headers
 from proxy.call.turn import Turn
-from proxy.dialects.base import Delta, Dialect, FirstToken, Reply, Sampling, StreamRenderer
+from proxy.dialects.base import Delta, Dialect, FirstToken, PromptReady, Reply, StreamRenderer
 from proxy.errors import StoreUnavailable, VerbatimError
 from proxy.metrics import Metrics
 from proxy.store.sessions import SessionStore
@@ -30,7 +30,7 @@ _LATER_SECONDS = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class Exchange:
+class HarnessRequest:
     """One request to the harness side. `turn` is None until it is known to be a model call that is not refused."""
 
     client: Client
@@ -54,11 +54,11 @@ class Exchange:
         self.error = error.with_traceback(None)
 
 
-class Answer:
+class ReplyWriter:
     """The answer to a model call. A streamed one begins with the first token, or with the first keep-alive: an error before that keeps
     its HTTP status."""
 
-    def __init__(self, exchange: Exchange, turn: Turn, metrics: Metrics, keepalive_seconds: float) -> None:
+    def __init__(self, exchange: HarnessRequest, turn: Turn, metrics: Metrics, keepalive_seconds: float) -> None:
         self._exchange = exchange
         self._client = exchange.client
         self._dialect = exchange.dialect
@@ -75,7 +75,7 @@ class Answer:
         if turn.request.stream and keepalive_seconds:
             self._timer = self._loop.call_later(keepalive_seconds, self._keep_alive)
 
-    def emit(self, piece: Sampling | FirstToken | Delta) -> None:
+    def emit(self, piece: PromptReady | FirstToken | Delta) -> None:
         """Send what the harness may see while the engine samples."""
         if isinstance(piece, Delta):
             self._write((self._flowing or self._begin()).write(piece))
@@ -143,7 +143,7 @@ class Answer:
             self._timer.cancel()
 
 
-class Afterwork:
+class FailureNotes:
     """What is still to be stored when a call has failed: why there was no reply."""
 
     def __init__(self, sessions: SessionStore, stopping: asyncio.Event) -> None:

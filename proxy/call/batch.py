@@ -1,7 +1,7 @@
 """Several calls that one request asks for, as an array of prompts does: each is a call of its own, and their answers become one.
 
-A `Part` is what one of these calls takes for its client. What it writes goes out at once where it is streamed, with its choices renumbered;
-a whole answer waits for the others. A part that fails ends the request: the others are cut, and nothing counts as delivered.
+An `ArrayMember` is what one of these calls takes for its client. What it writes goes out at once where it is streamed, with its choices
+renumbered; a whole answer waits for the others. A member that fails ends the request: the others are cut, and nothing counts as delivered.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _DONE = b"data: [DONE]\n\n"
 _decode, _encode = msgspec.json.decode, msgspec.json.Encoder().encode
 
 
-class Batch:
+class PromptArray:
     """The answer to a request for `count` calls, to `client`."""
 
     def __init__(self, client: Client, count: int) -> None:
         self.client = client
-        self.parts = [Part(self, number) for number in range(count)]
+        self.parts = [ArrayMember(self, number) for number in range(count)]
         self.ended = asyncio.Event()
         """Set once there is nothing more to send."""
         self.delivered: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -45,7 +45,7 @@ class Batch:
             self._begun = True
             self.client.start(status, headers)
 
-    def write(self, part: Part, body: bytes) -> None:
+    def write(self, part: ArrayMember, body: bytes) -> None:
         """Pass on the events of a part's stream."""
         for event in filter(None, body.split(b"\n\n")):
             said = event.removeprefix(b"data: ")
@@ -87,7 +87,7 @@ class Batch:
             self.client.send_whole(200, JSON, _encode({**(self._usage or {}), "choices": choices}))
         self.ended.set()
 
-    def _renumber(self, part: Part, answer: dict[str, Any]) -> dict[str, Any]:
+    def _renumber(self, part: ArrayMember, answer: dict[str, Any]) -> dict[str, Any]:
         """OpenAI's order: all choices of the first prompt, then those of the second. All have one id: it is one answer."""
         first = part.number * part.choices
         choices = [{**choice, "index": first + choice["index"]} for choice in answer["choices"]]
@@ -104,10 +104,10 @@ class Batch:
         self._usage["usage"] = {**counts, "prompt_tokens_details": details}
 
 
-class Part(Client):
+class ArrayMember(Client):
     """The client of one of the calls."""
 
-    def __init__(self, batch: Batch, number: int) -> None:
+    def __init__(self, batch: PromptArray, number: int) -> None:
         self.status = None
         self.receive = batch.client.receive
         self.number, self.choices = number, 1

@@ -16,13 +16,13 @@ from typing import Any, cast
 from urllib.parse import parse_qsl
 
 from proxy.auth import check_local, check_once, credential, key_opens, named_session, session_of_key
-from proxy.call.answer import Afterwork, Answer, Exchange
-from proxy.call.batch import Batch, Part
+from proxy.call.answer import FailureNotes, HarnessRequest, ReplyWriter
+from proxy.call.batch import ArrayMember, PromptArray
 from proxy.call.flow import Flow
-from proxy.call.http import JSON, Client, Place, Receive, Route, Routes, Scope, Send, headers_of, read_body, refuse_encoding
-from proxy.call.media import Media
+from proxy.call.http import JSON, BodySeat, Client, Receive, Route, Routes, Scope, Send, headers_of, read_body, refuse_encoding
+from proxy.call.media import ImageCache
 from proxy.call.observe import Observer
-from proxy.call.tree import Draft, ParseTurn, SessionTree
+from proxy.call.tree import Draft, ParseLane, Session
 from proxy.call.turn import Turn
 from proxy.call.window import TOKEN_BYTES, check_length
 from proxy.dialects.base import (
@@ -70,7 +70,7 @@ TOO_DEEP = "the body is nested too deeply"
 STOPPED = "the service is stopping, and the call was cut: ask again, another process or the next one answers"
 
 
-class Harness:
+class HarnessApp:
     """The outermost ASGI application: answers harness calls and passes everything else to `control`."""
 
     def __init__(self, services: Services, control: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
@@ -87,10 +87,10 @@ class Harness:
             services.inflight,
             services.peers,
             services.metrics,
-            Media(services.media, services.settings.image_cache_bytes),
+            ImageCache(services.media, services.settings.image_cache_bytes),
             services.outbound,
         )
-        self._afterwork = Afterwork(services.sessions, services.stopping)
+        self._afterwork = FailureNotes(services.sessions, services.stopping)
         self._observer = Observer.of(services.settings)
         self._dialects = dialects()
         self._routes = Routes(self._dialects.values())
@@ -105,11 +105,11 @@ class Harness:
         client, headers = Client(scope, receive, send), headers_of(scope)
         timeline = Timeline(None if self._observer is None else self._observer.begin_trace(headers))
         TIMELINE.set(timeline)
-        exchange = Exchange(client, headers, self._dialects[self._routes.guess_dialect(scope["path"])], timeline)
+        exchange = HarnessRequest(client, headers, self._dialects[self._routes.guess_dialect(scope["path"])], timeline)
         await self._answer(exchange, self._serve(scope, exchange))
         await client.close()
 
-    async def _answer(self, exchange: Exchange, work: Awaitable[None]) -> None:
+    async def _answer(self, exchange: HarnessRequest, work: Awaitable[None]) -> None:
         """Do the work: every error of it becomes the reply, and then the exchange is over."""
         try:
             await work
@@ -145,7 +145,7 @@ class Harness:
         _, port = scope.get("server") or ("", None)
         return port != self._settings.control_port and scope["path"] not in _PROBES
 
-    async def _serve(self, scope: Scope, exchange: Exchange) -> None:
+    async def _serve(self, scope: Scope, exchange: HarnessRequest) -> None:
         if len(exchange.headers) < len(scope["headers"]):
             check_once(scope["headers"])
         route = self._find_route(scope, exchange.headers)
@@ -188,7 +188,7 @@ class Harness:
             log.warning("%d %s: %s", error.status, error.code, error.message)
             raise
 
-    async def _open_session(self, route: Route, headers: Mapping[str, str], query: Mapping[str, str]) -> SessionTree:
+    async def _open_session(self, route: Route, headers: Mapping[str, str], query: Mapping[str, str]) -> Session:
         """The tree of the session that the request names and may use. Raises Unauthorized, Forbidden or NotFound."""
         key = credential(headers, query)
         session_id = named_session(route.session, key, keyless=self._settings.open)
@@ -202,7 +202,7 @@ class Harness:
 
         return await self._services.trees.open(session_id, admits)
 
-    async def _read_body(self, exchange: Exchange, place: Place) -> bytes:
+    async def _read_body(self, exchange: HarnessRequest, place: BodySeat) -> bytes:
         refuse_encoding(exchange.headers.get("content-encoding", ""))
         declared = exchange.headers.get("content-length", "")
         length = int(declared) if declared.isdecimal() else None
@@ -211,7 +211,7 @@ class Harness:
 
     # Model calls.
 
-    async def _call(self, exchange: Exchange, tree: SessionTree, route: Route, incoming: Incoming) -> None:
+    async def _call(self, exchange: HarnessRequest, tree: Session, route: Route, incoming: Incoming) -> None:
         """Parse, admit, run and answer. The call runs in a task of its own: a server that gives up on the answer cuts the engine and not
         the recording."""
         exchange.timeline.begin(PARSE)
@@ -224,7 +224,7 @@ class Harness:
         digest = hash_bytes(body) if len(body) <= LARGE_BYTES else await asyncio.to_thread(hash_bytes, body)
         recalled = None if tree.recording is None else await self._flow.recall(draft, tree.recording, request, digest, headers)
         turn = exchange.turn = self._flow.admit(draft, request, digest, headers, exchange.timeline, recalled)
-        if isinstance(exchange.client, Part):
+        if isinstance(exchange.client, ArrayMember):
             exchange.client.take_turn(turn.call_id, request.n)
         work = asyncio.create_task(self._run(exchange, turn))
         try:
@@ -234,9 +234,9 @@ class Harness:
             await asyncio.wait((work,))
             raise
 
-    async def _call_each(self, exchange: Exchange, tree: SessionTree, route: Route, incomings: Sequence[Incoming]) -> None:
+    async def _call_each(self, exchange: HarnessRequest, tree: Session, route: Route, incomings: Sequence[Incoming]) -> None:
         """Run each as a call of its own, and answer with all of them."""
-        batch = Batch(exchange.client, len(incomings))
+        batch = PromptArray(exchange.client, len(incomings))
         pairs = zip(batch.parts, incomings, strict=True)
         calls = [asyncio.create_task(self._call_part(exchange, tree, route, part, each)) for part, each in pairs]
         try:
@@ -251,22 +251,26 @@ class Harness:
                 batch.delivered.set_result(False)
             await asyncio.wait(calls)
 
-    async def _call_part(self, whole: Exchange, tree: SessionTree, route: Route, part: Part, incoming: Incoming) -> None:
+    async def _call_part(
+        self, whole: HarnessRequest, tree: Session, route: Route, part: ArrayMember, incoming: Incoming
+    ) -> None:
         timeline = Timeline(None if self._observer is None else self._observer.begin_trace(whole.headers))
         timeline.session_id = tree.info.session_id
         TIMELINE.set(timeline)
-        exchange = Exchange(part, whole.headers, self._dialects[route.dialect], timeline)
+        exchange = HarnessRequest(part, whole.headers, self._dialects[route.dialect], timeline)
         await self._answer(exchange, self._admit_part(exchange, tree, route, part, incoming))
 
-    async def _admit_part(self, exchange: Exchange, tree: SessionTree, route: Route, part: Part, incoming: Incoming) -> None:
+    async def _admit_part(
+        self, exchange: HarnessRequest, tree: Session, route: Route, part: ArrayMember, incoming: Incoming
+    ) -> None:
         if part.number:
             # The request itself counts for the first.
             self._services.rate.admit(tree.info.session_id)
         with self._services.slots.take(tree.info.session_id) if part.number else nullcontext():
             await self._call(exchange, tree, route, incoming)
 
-    async def _run(self, exchange: Exchange, turn: Turn) -> None:
-        answer = Answer(exchange, turn, self._services.metrics, self._settings.keepalive_seconds)
+    async def _run(self, exchange: HarnessRequest, turn: Turn) -> None:
+        answer = ReplyWriter(exchange, turn, self._services.metrics, self._settings.keepalive_seconds)
         exchange.client.on_leave(turn.scope.cancel)
         delivered = False
         try:
@@ -292,7 +296,7 @@ class Harness:
             if shown < len(turn.call_ids):
                 self._services.sessions.note_answered(turn.session_id, turn.call_ids[shown:], delivered=False)
 
-    async def _fail(self, turn: Turn, answer: Answer, error: VerbatimError) -> None:
+    async def _fail(self, turn: Turn, answer: ReplyWriter, error: VerbatimError) -> None:
         if turn.scope.cancelled and self._services.stopping.is_set():
             # The engine did not break off: this process hung up.
             error = ServiceStopping(STOPPED)
@@ -303,7 +307,7 @@ class Harness:
             await self._afterwork.note_unserved(turn, error)
         answer.fail(error)
 
-    async def _deliver(self, exchange: Exchange, turn: Turn, answer: Answer, reply: Reply) -> bool:
+    async def _deliver(self, exchange: HarnessRequest, turn: Turn, answer: ReplyWriter, reply: Reply) -> bool:
         """Whether all of the reply, cut or not, went out to a harness that was still there."""
         if turn.scope.cancelled:
             await self._afterwork.note_unserved(turn, ServiceStopping(STOPPED))
@@ -330,7 +334,7 @@ class Harness:
 
     # Everything else, which records nothing.
 
-    async def _check_life(self, tree: SessionTree) -> None:
+    async def _check_life(self, tree: Session) -> None:
         """Refuse a key whose session is gone or closed, also where nothing else is read from the store. Raises NotFound and Conflict."""
         session_id = tree.info.session_id
         state = await self._services.sessions.load(session_id)
@@ -340,7 +344,7 @@ class Harness:
         if state.status != "open":
             raise Conflict(f"session '{session_id}' is {state.status}; its key opens nothing any more")
 
-    async def _count(self, exchange: Exchange, tree: SessionTree, route: Route, incoming: Incoming) -> None:
+    async def _count(self, exchange: HarnessRequest, tree: Session, route: Route, incoming: Incoming) -> None:
         dialect = self._dialects[route.dialect]
         draft = Draft(tree, self._services.pool.window)
         request = await self._parse(draft, dialect.parse_count, incoming)
@@ -358,7 +362,7 @@ class Harness:
         window = models[name] if name in models else self._services.pool.find_window(name)
         return lists.render_model(name, window, created)
 
-    async def _give_stored(self, exchange: Exchange, tree: SessionTree, route: Route) -> None:
+    async def _give_stored(self, exchange: HarnessRequest, tree: Session, route: Route) -> None:
         """Answer with a stored reply, which is thereby delivered, or with what it answered. A reply that broke off stays undelivered, as it
         was when it was given first."""
         stores = cast(Stores, self._dialects[route.dialect])
@@ -369,7 +373,7 @@ class Harness:
             with suppress(StoreUnavailable):
                 await self._services.sessions.note_fetched(tree.info.session_id, call.call_id)
 
-    async def _find_stored(self, tree: SessionTree, stores: Stores, response_id: str, action: Action) -> tuple[Call, bytes]:
+    async def _find_stored(self, tree: Session, stores: Stores, response_id: str, action: Action) -> tuple[Call, bytes]:
         try:
             return stores.render_stored(response_id, action, Draft(tree))
         except UnknownCall:
@@ -434,7 +438,7 @@ class Parsing:
         """The request. Raises what the dialect raises. `again`: the second attempt, after a refresh from the store."""
         if draft.tree.parse_turn is None and (request := self._parse_quickly(draft, parse, incoming, again)) is not None:
             return request
-        turn = draft.tree.parse_turn = draft.tree.parse_turn or ParseTurn()
+        turn = draft.tree.parse_turn = draft.tree.parse_turn or ParseLane()
         async with turn.lock:
             if (left := turn.rests_until - time.monotonic()) > 0:
                 await asyncio.sleep(left)
@@ -461,7 +465,7 @@ class Parsing:
         except (RequestError, RecursionError) as error:
             if again or not isinstance(error, UnknownCall):
                 now = time.monotonic()
-                turn = draft.tree.parse_turn = draft.tree.parse_turn or ParseTurn()
+                turn = draft.tree.parse_turn = draft.tree.parse_turn or ParseLane()
                 turn.rests_until = now + REST_FACTOR * (now - began)
             raise
 
@@ -477,7 +481,7 @@ class Parsing:
 
     async def check_images(self, draft: Draft) -> None:
         """Decode the request's images that the session has not sent before, one at a time. Raises RequestError."""
-        turn = draft.tree.parse_turn = draft.tree.parse_turn or ParseTurn()
+        turn = draft.tree.parse_turn = draft.tree.parse_turn or ParseLane()
         async with turn.lock:
             began = time.monotonic()
             try:

@@ -17,13 +17,13 @@ from typing import Any
 
 from proxy.call.budget import claim_share, count_left, exhaust_total, fit_budget
 from proxy.call.lookahead import choose, find_lookahead
-from proxy.call.media import Media
+from proxy.call.media import ImageCache
 from proxy.call.peers import Peers
 from proxy.call.prompts import plan_prompt, prompt_continuation
 from proxy.call.record import call_records, minted_choice, minted_delta, place, warn_of_renderings
 from proxy.call.recording import Live, Recalled, Recording, Refused, Replayed
 from proxy.call.replay import Replays, build_reply, play
-from proxy.call.tree import Draft, SessionTree, SessionTrees
+from proxy.call.tree import Draft, Session, SessionCache
 from proxy.call.turn import (
     Continuation,
     Planned,
@@ -42,10 +42,10 @@ from proxy.call.turn import (
     remember,
     take_prompt,
 )
-from proxy.dialects.base import Choice, Delta, FirstToken, ParsedMessage, Reply, Request, Sampling, new_call_id
-from proxy.engine.apis.base import Job, PlanRequest, PlansNoMore
+from proxy.dialects.base import Choice, Delta, FirstToken, ParsedMessage, PromptReady, Reply, Request, new_call_id
+from proxy.engine.apis.base import PlanRequest, PlansNoMore, SamplingJob
 from proxy.engine.apis.renderer import Rendered
-from proxy.engine.apis.reply import Outcome, Wanted, check_sampled
+from proxy.engine.apis.reply import EngineReply, WantedDetails, check_sampled
 from proxy.engine.in_vllm.frames import BUDGET
 from proxy.engine.pool.pool import EnginePool, Placement
 from proxy.engine.pool.seats import Caller
@@ -85,8 +85,8 @@ _JUDGE_TOKENS = 4096
 _LONG_BYTES = 2**20
 """Records of more than this take a while to be compressed."""
 
-Emit = Callable[[Sampling | FirstToken | Delta], None]
-"""Takes what the harness may see: Sampling once the prompt is known, FirstToken, and deltas."""
+Emit = Callable[[PromptReady | FirstToken | Delta], None]
+"""Takes what the harness may see: PromptReady once the prompt is known, FirstToken, and deltas."""
 
 
 class Flow:
@@ -95,11 +95,11 @@ class Flow:
         settings: Settings,
         pool: EnginePool,
         sessions: SessionStore,
-        trees: SessionTrees,
+        trees: SessionCache,
         inflight: Inflight,
         peers: Peers,
         metrics: Metrics,
-        media: Media,
+        media: ImageCache,
         outbound: Outbound,
     ) -> None:
         self._outbound = outbound
@@ -193,7 +193,7 @@ class Flow:
     async def _ask_judge(self, turn: Turn, model: str, prompt: str, answers: Sequence[str]) -> str:
         """What the model answers to the prompt. A call of no session: nothing of it is recorded."""
         info = SessionInfo(turn.session_id, b"", turn.tree.info.created_at)
-        tree = SessionTree(info)
+        tree = Session(info)
         history = [tree.digest(ParsedMessage({"role": "user", "content": prompt}))]
         forward = {"structured_outputs": {"choice": list(answers)}}
         sampling = {"temperature": 0.0, "max_tokens": _JUDGE_TOKENS}
@@ -350,7 +350,7 @@ class Flow:
         turn.timeline.begin(SAMPLE)
         planned, wanted = want_details(planned, self._settings)
         served = replica.serve(turn.request.model)
-        job = Job(turn.call_id, turn.request, planned.sampling, turn.scope, wanted=wanted, served=served)
+        job = SamplingJob(turn.call_id, turn.request, planned.sampling, turn.scope, wanted=wanted, served=served)
         job.id_text = self._kinds.id_text(turn.session_id)
         if plan is not None:
             job.prompt_ids, job.body, job.media = plan.prompt_ids, plan.body, plan.media
@@ -361,12 +361,12 @@ class Flow:
             found, made = take_prompt(turn.tree, planned.found, prompt, body)
             planned = replace(planned, found=found, plan=made)
             if turn.request.stream:
-                emit(Sampling(len(prompt.ids)))
+                emit(PromptReady(len(prompt.ids)))
 
         if plan is None and self._kinds.of(replica).plans(replica, turn.request):
             job.plan = self._ask_to_plan(planned, job.wanted, take_plan)
         elif turn.request.stream:
-            emit(Sampling(0 if plan is None else len(plan.prompt_ids)))
+            emit(PromptReady(0 if plan is None else len(plan.prompt_ids)))
 
         outcome = await self._ask_engine(turn, replica, job, emit)
         if planned.plan is None and turn.request.images:
@@ -378,7 +378,7 @@ class Flow:
             choice.spans = served.read_spans(choice.spans)
         return Sampled(planned, outcome)
 
-    async def _ask_engine(self, turn: Turn, replica: Replica, job: Job, emit: Emit) -> Outcome:
+    async def _ask_engine(self, turn: Turn, replica: Replica, job: SamplingJob, emit: Emit) -> EngineReply:
         """What the engine sampled. Pieces get the ids that the service minted, and none is emitted once the call has moved elsewhere."""
         call = EngineCall(replica, turn.scope, streams=turn.request.stream and not job.wanted.prompt_logprobs)
 
@@ -406,7 +406,9 @@ class Flow:
         finally:
             job.served.aborts.discard(abort)
 
-    def _ask_to_plan(self, planned: Planned, wanted: Wanted, take: Callable[[Prompt, dict[str, Any]], None]) -> PlanRequest:
+    def _ask_to_plan(
+        self, planned: Planned, wanted: WantedDetails, take: Callable[[Prompt, dict[str, Any]], None]
+    ) -> PlanRequest:
         """What the engine needs to plan the prompt."""
         tree, found = planned.turn.tree, planned.found
         details = None if found.parent is None else found.parent.node.details
@@ -475,9 +477,9 @@ def _full(session_id: str, most_bytes: int) -> SessionFull:
     )
 
 
-def _withhold(emit: Emit, piece: Sampling | FirstToken | Delta) -> None:
+def _withhold(emit: Emit, piece: PromptReady | FirstToken | Delta) -> None:
     """Nothing of a candidate is shown before one is chosen."""
-    if isinstance(piece, Sampling):
+    if isinstance(piece, PromptReady):
         emit(piece)
 
 
@@ -509,12 +511,12 @@ def overrides(sampling: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in sampling.items() if name not in _KEPT}
 
 
-def want_details(planned: Planned, settings: Settings) -> tuple[Planned, Wanted]:
+def want_details(planned: Planned, settings: Settings) -> tuple[Planned, WantedDetails]:
     """The details to ask the engine for; of routed experts only those of positions that no record has. The prompt is then stored on the
     call that has the others, whatever is recorded meanwhile."""
     tree, plan = planned.turn.tree, planned.plan
     kept = {name: tree.info.sampling.get(name, getattr(settings, f"keep_{name}")) for name in _KEPT}
-    wanted = Wanted(**kept)
+    wanted = WantedDetails(**kept)
     if not wanted.routed_experts or plan is None:
         return planned, wanted
     where = place(tree, planned.found, plan.prompt_ids, plan.branch_reason)

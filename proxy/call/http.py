@@ -26,7 +26,7 @@ async def read_body(
     receive: Callable[[], Awaitable[MutableMapping[str, Any]]],
     most_bytes: int,
     seconds: float,
-    place: Place | None = None,
+    place: BodySeat | None = None,
     declared: int | None = None,
 ) -> bytes:
     """The request body. Raises TooLarge, RequestTimeout when it is not whole after `seconds` (0: any time), TooManyCalls when there was
@@ -53,7 +53,7 @@ def _too_large(most_bytes: int) -> TooLarge:
 
 
 async def _read(
-    receive: Callable[[], Awaitable[MutableMapping[str, Any]]], most_bytes: int, place: Place | None, expected: int
+    receive: Callable[[], Awaitable[MutableMapping[str, Any]]], most_bytes: int, place: BodySeat | None, expected: int
 ) -> bytes:
     parts: list[bytes] = []
     size = 0
@@ -82,13 +82,13 @@ class BodyRoom:
         self._per_session = per_session
         self._all = 0
         self._taken: Counter[str] = Counter()
-        self._waiting: deque[tuple[Place, int, asyncio.Future[None]]] = deque()
+        self._waiting: deque[tuple[BodySeat, int, asyncio.Future[None]]] = deque()
 
-    def place(self, session_id: str) -> Place:
+    def place(self, session_id: str) -> BodySeat:
         """Where a call of the session may put its body, for as long as its block runs."""
-        return Place(self, session_id)
+        return BodySeat(self, session_id)
 
-    async def let_in(self, place: Place, size: int) -> None:
+    async def let_in(self, place: BodySeat, size: int) -> None:
         if self._fits(place.session_id, size):
             self._put(place, size)
             return
@@ -105,12 +105,12 @@ class BodyRoom:
         session = self._taken.get(session_id, 0)
         return (not self._all or self._all + size <= self._per_process) and (not session or session + size <= self._per_session)
 
-    def _put(self, place: Place, size: int) -> None:
+    def _put(self, place: BodySeat, size: int) -> None:
         place.taken = size
         self._all += size
         self._taken[place.session_id] += size
 
-    def give_back(self, place: Place) -> None:
+    def give_back(self, place: BodySeat) -> None:
         self._all -= place.taken
         self._taken[place.session_id] -= place.taken
         if not self._taken[place.session_id]:
@@ -125,7 +125,7 @@ class BodyRoom:
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class BodySeat:
     """One call's place in the room; `taken`: the bytes it holds there."""
 
     room: BodyRoom
@@ -133,7 +133,7 @@ class Place:
     taken: int = 0
     waits: bool = False
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> BodySeat:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -225,10 +225,10 @@ Headers = list[tuple[bytes, bytes]]
 
 JSON: Headers = [(b"content-type", b"application/json")]
 EXTENSION = "verbatim"
-"""The scope's extension under which a server offers `Direct`."""
+"""The scope's extension under which a server offers `DirectWriter`."""
 
 
-class Direct(Protocol):
+class DirectWriter(Protocol):
     """What ASGI's `send` and `receive` cannot do."""
 
     def send(self, message: MutableMapping[str, Any]) -> None:
@@ -252,14 +252,14 @@ class Direct(Protocol):
 class Client:
     """Who asked, and the answer to it. Sending never waits: a harness that reads slowly does not hold up what is recorded.
 
-    On a server without `Direct`, messages are sent by a task of their own."""
+    On a server without `DirectWriter`, messages are sent by a task of their own."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.status: int | None = None
         """The answer's, once it has begun."""
         self.receive = receive
         self._send = send
-        self._direct: Direct | None = (scope.get("extensions") or {}).get(EXTENSION)
+        self._direct: DirectWriter | None = (scope.get("extensions") or {}).get(EXTENSION)
         self._queue: deque[MutableMapping[str, Any]] = deque()
         self._sending: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None

@@ -62,7 +62,9 @@ async def choose(sampled: Sampled, ahead: Lookahead, ask: Ask, outbound: Outboun
     return replace(sampled, outcome=replace(sampled.outcome, choices=choices), chosen=True)
 
 
-async def _find_best(turn: Turn, candidates: Sequence[engine.Sampled], ahead: Lookahead, ask: Ask, outbound: Outbound) -> int:
+async def _find_best(
+    turn: Turn, candidates: Sequence[engine.EngineChoice], ahead: Lookahead, ask: Ask, outbound: Outbound
+) -> int:
     if ahead.choose == "logprob":
         means = [mean_logprob(each) for each in candidates]
         return means.index(max(means))
@@ -73,7 +75,7 @@ async def _find_best(turn: Turn, candidates: Sequence[engine.Sampled], ahead: Lo
     return await _ask_endpoint(turn, candidates, ahead, outbound)
 
 
-def mean_logprob(candidate: engine.Sampled) -> float:
+def mean_logprob(candidate: engine.EngineChoice) -> float:
     """The mean of its tokens' logprobs. Raises ChooserFailed where one is not known."""
     known = [logprob for logprob in candidate.logprobs if logprob is not None]
     if not known or len(known) < len(candidate.token_ids or ()):
@@ -81,7 +83,7 @@ def mean_logprob(candidate: engine.Sampled) -> float:
     return sum(known) / len(known)
 
 
-def write_question(request: Request, candidates: Sequence[engine.Sampled]) -> str:
+def write_question(request: Request, candidates: Sequence[engine.EngineChoice]) -> str:
     """The prompt for a judge."""
     conversation = "\n".join(_dump(message) for message in request.messages)
     if len(conversation) > LONGEST_CONVERSATION:
@@ -99,7 +101,7 @@ def read_number(answer: str) -> int:
     return int(found[-1])
 
 
-async def _ask_endpoint(turn: Turn, candidates: Sequence[engine.Sampled], ahead: Lookahead, outbound: Outbound) -> int:
+async def _ask_endpoint(turn: Turn, candidates: Sequence[engine.EngineChoice], ahead: Lookahead, outbound: Outbound) -> int:
     """What the endpoint chooses of `candidates`, counted from 0."""
     url = ahead.url or ""
     body = {

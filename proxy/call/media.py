@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from proxy.call.tree import Draft, SessionTree
+from proxy.call.tree import Draft, Session
 from proxy.call.turn import Turn
 from proxy.dialects.base import Request
 from proxy.errors import Conflict, RequestError
@@ -12,7 +12,7 @@ from proxy.store.media import MediaStore
 from proxy.timeline import STORE, Waiting
 
 
-class Media:
+class ImageCache:
     """Keeps `capacity_bytes` of the images used last in memory: a harness sends its whole history with every call."""
 
     def __init__(self, store: MediaStore, capacity_bytes: int) -> None:
@@ -40,7 +40,7 @@ class Media:
         await self._check_number(tree, digests)
         request.image_bytes = sent | await self._find(digests - sent.keys())
 
-    async def _check_number(self, tree: SessionTree, digests: set[str]) -> None:
+    async def _check_number(self, tree: Session, digests: set[str]) -> None:
         new = digests - tree.kept_images
         if not new:
             return

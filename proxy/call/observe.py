@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span, Tracer
 
-    from proxy.call.answer import Exchange
+    from proxy.call.answer import HarnessRequest
 
 
 class Observer:
@@ -34,7 +34,7 @@ class Observer:
         """None: calls are not traced."""
         return None if self._tracing is None else self._tracing.begin(headers)
 
-    def end(self, exchange: Exchange) -> None:
+    def end(self, exchange: HarnessRequest) -> None:
         """The request is answered, or will not be."""
         if exchange.turn is None and exchange.error is None and (exchange.client.status or 500) < 500:
             # A list of models, a count of tokens: no call, and nothing went wrong.
@@ -52,7 +52,7 @@ class Observer:
             await asyncio.to_thread(self._tracing.close)
 
 
-def _outcome(exchange: Exchange) -> str:
+def _outcome(exchange: HarnessRequest) -> str:
     """finished, aborted (cut by the harness, a close or a stop), failed, or refused: it never became a call."""
     if exchange.turn is None:
         return "refused"
@@ -61,7 +61,7 @@ def _outcome(exchange: Exchange) -> str:
     return "finished" if exchange.reply is not None else "failed"
 
 
-def _code(exchange: Exchange) -> str:
+def _code(exchange: HarnessRequest) -> str:
     """The error's code, "" where there was none."""
     if exchange.error is not None:
         return exchange.error.code
@@ -84,7 +84,7 @@ _REQUEST_IDS = ("x-request-id", "x-client-request-id", "request-id")
 Field = str | int | float | bool | None
 
 
-def log_call(exchange: Exchange) -> None:
+def log_call(exchange: HarnessRequest) -> None:
     """At level info; a call that failed by no fault of its harness at warning."""
     fields = fields_of(exchange)
     failed = _outcome(exchange) != "aborted" and (exchange.client.status or 0) >= 500
@@ -93,7 +93,7 @@ def log_call(exchange: Exchange) -> None:
     )
 
 
-def fields_of(exchange: Exchange) -> dict[str, Field]:
+def fields_of(exchange: HarnessRequest) -> dict[str, Field]:
     """What is known of the call; None where it did not come so far."""
     turn, reply, timeline, headers = exchange.turn, exchange.reply, exchange.timeline, exchange.headers
     now, first_token_at = time.perf_counter(), timeline.first_token_at
@@ -120,7 +120,7 @@ def fields_of(exchange: Exchange) -> dict[str, Field]:
     }
 
 
-def attributes_of(exchange: Exchange) -> dict[str, str | int | float | list[str]]:
+def attributes_of(exchange: HarnessRequest) -> dict[str, str | int | float | list[str]]:
     """The same for a trace, by OpenTelemetry's names where it has some (semantic conventions for generative AI and HTTP)."""
     fields = fields_of(exchange)
     named = {f"verbatim.{name}": fields[name] for name in _OUR_OWN} | {theirs: fields[ours] for theirs, ours in _THEIRS.items()}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 import numpy as np
 
-from proxy.call.tree import SessionTree
+from proxy.call.tree import Session
 from proxy.call.turn import Continuation, TokenPlan
 from proxy.dialects.base import HistoryMessage, Request
 from proxy.engine.apis.renderer import Tokenizer
@@ -26,7 +26,7 @@ from reconstruct.records import NOT_CHOSEN, Call, Ids, order_key, pack_ids, shar
 _decode = msgspec.json.decode
 
 
-def prompt_continuation(tree: SessionTree, request: Request, policy: str = "") -> Continuation:
+def prompt_continuation(tree: Session, request: Request, policy: str = "") -> Continuation:
     """The call that the prompt, which `policy` is to answer, goes on from; the request's history is told accordingly."""
     root = root_key(policy, (), {})
     prompt = request.prompt or ""
@@ -47,7 +47,7 @@ def prompt_continuation(tree: SessionTree, request: Request, policy: str = "") -
     return Continuation(root, chain, parent, len(before) - 1, used, near, near_at, root, chained=chained)
 
 
-async def plan_prompt(tree: SessionTree, found: Continuation, request: Request, tokenizer: Tokenizer) -> TokenPlan:
+async def plan_prompt(tree: Session, found: Continuation, request: Request, tokenizer: Tokenizer) -> TokenPlan:
     """The ids to sample after. Raises RequestError for a prompt that the engine does not take."""
     prompt, parent = request.prompt, found.parent
     if not isinstance(prompt, str):
@@ -65,7 +65,7 @@ async def plan_prompt(tree: SessionTree, found: Continuation, request: Request, 
 
 
 async def _going_on(
-    tree: SessionTree, parent: Call, prompt: str, fresh: Ids, tokenizer: Tokenizer
+    tree: Session, parent: Call, prompt: str, fresh: Ids, tokenizer: Tokenizer
 ) -> tuple[Ids, str | None] | None:
     """The parent's ids and those of the rest of the text, and why they do not extend it (None: they do)."""
     before, said = tree.forest.prompt_ids(parent.call_id), parent.node.completion_ids
@@ -97,7 +97,7 @@ async def _joined(before: Ids, said: Ids, added: str, fresh: Ids, tokenizer: Tok
     return pack_ids(np.concatenate((kept, rest)))
 
 
-def _by_ids(tree: SessionTree, calls: Iterable[Call], prompt: Ids) -> Call | None:
+def _by_ids(tree: Session, calls: Iterable[Call], prompt: Ids) -> Call | None:
     """The longest call all of whose ids `prompt` begins with."""
     for length, call in _longest_first(calls, len(prompt), tree.forest.full_length):
         said = call.node.completion_ids
@@ -110,7 +110,7 @@ def _by_ids(tree: SessionTree, calls: Iterable[Call], prompt: Ids) -> Call | Non
     return None
 
 
-def _by_text(tree: SessionTree, calls: Iterable[Call], prompt: str) -> Call | None:
+def _by_text(tree: Session, calls: Iterable[Call], prompt: str) -> Call | None:
     """The longest call whose text `prompt` begins with."""
     for _, call in _longest_first(calls, len(prompt), lambda call_id: _text_end(tree, tree.call(call_id))):
         if _begins_with_text(tree, prompt, call):
@@ -126,7 +126,7 @@ def _longest_first(calls: Iterable[Call], most: int, length_of: Callable[[str], 
     return found[::-1]
 
 
-def _begins_with_text(tree: SessionTree, prompt: str, call: Call) -> bool:
+def _begins_with_text(tree: Session, prompt: str, call: Call) -> bool:
     """Looked at from the end, where other calls differ first."""
     if not _reply_text(tree, call):
         return False
@@ -139,13 +139,13 @@ def _begins_with_text(tree: SessionTree, prompt: str, call: Call) -> bool:
         call = tree.call(call.node.parent_id)
 
 
-def _text_end(tree: SessionTree, call: Call) -> int:
+def _text_end(tree: Session, call: Call) -> int:
     """Characters of the call's whole prompt and reply; 0 where they are not known as text."""
     told = _told(tree, call)
     return told[0] + len(told[1]) if told is not None else 0
 
 
-def _told(tree: SessionTree, call: Call) -> tuple[int, str] | None:
+def _told(tree: Session, call: Call) -> tuple[int, str] | None:
     """(characters before it, what the call added: its new prompt and its reply); None for a prompt of ids."""
     if call.call_id in tree.told:
         return tree.told[call.call_id]
@@ -159,7 +159,7 @@ def _told(tree: SessionTree, call: Call) -> tuple[int, str] | None:
     return tree.told[call.call_id]
 
 
-def _reply_text(tree: SessionTree, call: Call) -> str:
+def _reply_text(tree: Session, call: Call) -> str:
     return tree.reply(call.call_id).get("content") or ""
 
 

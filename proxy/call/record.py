@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 import msgspec
 
-from proxy.call.tree import SessionTree
+from proxy.call.tree import Session
 from proxy.call.turn import Continuation, Planned, Sampled
 from proxy.dialects.base import Choice, Delta, Request, tool_call_id
 from proxy.dialects.fields import UNPARSED, accepts, arguments_object
@@ -123,7 +123,7 @@ def call_records(
     return calls
 
 
-def _engine_ids(sampled: engine.Sampled, choice: Choice) -> tuple[str, ...]:
+def _engine_ids(sampled: engine.EngineChoice, choice: Choice) -> tuple[str, ...]:
     """The ids under which the engine is to see the choice's tool calls: its own, and where it gave none, one of nine letters and digits,
     which the strictest templates (Mistral's) take, and which no other call of the session has."""
     given = (call.get("id") for call in sampled.message.get("tool_calls") or ())
@@ -145,7 +145,7 @@ def warn_of_renderings(replica: Replica, calls: Sequence[Call], choices: Sequenc
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TreePosition:
     """Where a prompt hangs in the forest: see reconstruct.records.Node."""
 
     parent_id: str | None
@@ -157,8 +157,8 @@ class Place:
 
 
 def place(
-    tree: SessionTree, found: Continuation, prompt_ids: Ids | None, branch_reason: str | None, media: tuple[Media, ...] = ()
-) -> Place:
+    tree: Session, found: Continuation, prompt_ids: Ids | None, branch_reason: str | None, media: tuple[Media, ...] = ()
+) -> TreePosition:
     """Where `prompt_ids` (None: not known) with their `media` hang: on the parent where they begin with all of its ids, else on the call
     that probably shares most.
 
@@ -167,7 +167,7 @@ def place(
     """
     parent_id = found.parent.call_id if found.parent else None
     if prompt_ids is None:
-        return Place(parent_id, _root_reason(tree, found) if parent_id is None else IDS_UNKNOWN, None, 0, pack_ids(()))
+        return TreePosition(parent_id, _root_reason(tree, found) if parent_id is None else IDS_UNKNOWN, None, 0, pack_ids(()))
     base = _nearest_known(tree, parent_id or found.near or found.base or next(reversed(tree.forest.calls), None))
     known = tree.known_ids(base) if base is not None else None
     shared = shared_length(known, prompt_ids) if known is not None else 0
@@ -183,15 +183,15 @@ def place(
         # Also where nothing proved it beforehand: a fresh rendering may begin with all of the parent's ids.
         reason = _fork_reason(tree, found, parent_id)
     own = shift((each for each in media if each.start >= shared), -shared) if media else ()
-    return Place(parent_id, reason, base if shared else None, shared, prompt_ids[shared:], own)
+    return TreePosition(parent_id, reason, base if shared else None, shared, prompt_ids[shared:], own)
 
 
-def _nearest_known(tree: SessionTree, call_id: str | None) -> str | None:
+def _nearest_known(tree: Session, call_id: str | None) -> str | None:
     """The call, or the first of its ancestors whose ids are known."""
     return next((call.call_id for call in tree.forest.lineage(call_id) if call.ids_known), None)
 
 
-def _fork_reason(tree: SessionTree, found: Continuation, parent_id: str) -> str | None:
+def _fork_reason(tree: Session, found: Continuation, parent_id: str) -> str | None:
     """Why a call that extends its parent is not the first to do so."""
     if _asked_before(tree, found, parent_id):
         return "repeated"
@@ -200,7 +200,7 @@ def _fork_reason(tree: SessionTree, found: Continuation, parent_id: str) -> str 
     return "forked" if tree.forest.children(parent_id) else None
 
 
-def _root_reason(tree: SessionTree, found: Continuation) -> str | None:
+def _root_reason(tree: Session, found: Continuation) -> str | None:
     if not len(tree.forest):
         return None
     if found.repeated or _asked_before(tree, found, None):
@@ -208,7 +208,7 @@ def _root_reason(tree: SessionTree, found: Continuation) -> str | None:
     return "edited" if found.edited else "new_root"
 
 
-def _asked_before(tree: SessionTree, found: Continuation, parent_id: str | None) -> bool:
+def _asked_before(tree: Session, found: Continuation, parent_id: str | None) -> bool:
     """Whether the same request stands below the same parent by now: its twin may have been recorded while this one was sampled."""
     asked = (tree.forest.calls[call_id] for call_id in reversed(tree.forest.find_by_prompt(found.fingerprint)))
     # The chain leaves reasoning out: a request of the same fingerprint below another parent is of an edited history.
@@ -229,7 +229,7 @@ def _marks(planned: Planned, messages_from: int) -> Mapping[str, str]:
     return {**marks, CONTROL_TOKENS: _encode(controls).decode()} if controls else marks
 
 
-def _quarantine_reason(call: Sampled, sampled: engine.Sampled, frozen: bool) -> str:
+def _quarantine_reason(call: Sampled, sampled: engine.EngineChoice, frozen: bool) -> str:
     """Why the choice is not to be trained, "" where it is."""
     if call.prompt_ids is None or sampled.token_ids is None:
         return NO_TOKEN_IDS
@@ -241,12 +241,12 @@ def _quarantine_reason(call: Sampled, sampled: engine.Sampled, frozen: bool) -> 
     return FROZEN if frozen else ""
 
 
-def _is_shown(call: Sampled, sampled: engine.Sampled) -> bool:
+def _is_shown(call: Sampled, sampled: engine.EngineChoice) -> bool:
     """Whether the choice is one for the harness."""
     return call.planned.turn.lookahead is None or (call.chosen and sampled.index == 0)
 
 
-def _node(where: Place, sibling: Call | None, sampled: engine.Sampled, logprob_mode: str) -> Node:
+def _node(where: TreePosition, sibling: Call | None, sampled: engine.EngineChoice, logprob_mode: str) -> Node:
     base_id, base_length, delta_ids, media = where.base_id, where.base_length, pack_ids(where.delta_ids), where.media
     if sibling is not None:
         base_id, base_length = sibling.call_id, where.base_length + len(where.delta_ids)
@@ -283,7 +283,7 @@ def minted_delta(delta: Delta, call_ids: Sequence[str]) -> Delta:
     return delta
 
 
-def minted_choice(sampled: engine.Sampled, call_ids: Sequence[str], *, forced_tool: bool) -> Choice:
+def minted_choice(sampled: engine.EngineChoice, call_ids: Sequence[str], *, forced_tool: bool) -> Choice:
     """The choice as the harness gets it: ids minted, finish reason in the chat words. A tool that the request forced by name
     ends with "stop"; a reply the engine cut short reads as cut by length."""
     call_id = call_ids[sampled.index]

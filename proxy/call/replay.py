@@ -22,7 +22,7 @@ import msgspec
 
 from proxy.call.prompts import prompt_continuation
 from proxy.call.recording import Live, Recalled, RecordedRequest, Recording, Refused, Replayed, Stored
-from proxy.call.tree import Draft, SessionTree, SessionTrees
+from proxy.call.tree import Draft, Session, SessionCache
 from proxy.call.turn import Continuation, continuation, remember
 from proxy.dialects.base import Choice, Delta, HistoryMessage, Reply, Request, read_model
 from proxy.dialects.responses_stored import GIVEN, describes_alike
@@ -66,7 +66,7 @@ class Unmatched:
 
 
 class Replays:
-    def __init__(self, pool: EnginePool, sessions: SessionStore, trees: SessionTrees, metrics: Metrics) -> None:
+    def __init__(self, pool: EnginePool, sessions: SessionStore, trees: SessionCache, metrics: Metrics) -> None:
         self._pool = pool
         self._sessions = sessions
         self._trees = trees
@@ -106,10 +106,10 @@ class Replays:
         except VerbatimError:
             return model
 
-    async def _was_delivered(self, tree: SessionTree, match: Match) -> bool:
+    async def _was_delivered(self, tree: Session, match: Match) -> bool:
         return match.recorded.first.call_id in await self._sessions.load_delivered(tree.info.session_id)
 
-    async def _take(self, tree: SessionTree, recording: Recording, request: Request, found: Continuation, match: Match) -> bool:
+    async def _take(self, tree: Session, recording: Recording, request: Request, found: Continuation, match: Match) -> bool:
         """Whether the recorded calls are in the fork's records now; otherwise others are there that were not known."""
         known = tree.known
         calls = match.recorded.calls if match.again else _place_calls(tree, recording, request, found, match)
@@ -124,7 +124,7 @@ class Replays:
         return begun.accepted
 
     def _sample(
-        self, tree: SessionTree, recording: Recording, request: Request, found: Continuation, match: Unmatched
+        self, tree: Session, recording: Recording, request: Request, found: Continuation, match: Unmatched
     ) -> Live | Refused:
         marks = {REPLAY: match.mark} if match.mark else {}
         if match.differs:
@@ -140,7 +140,7 @@ class Replays:
 
 
 def match_request(
-    tree: SessionTree, recording: Recording, request: Request, digest: bytes, found: Continuation
+    tree: Session, recording: Recording, request: Request, digest: bytes, found: Continuation
 ) -> Match | Unmatched:
     """What the recording has for a request that continues `found`. Of several recorded requests of one history each is given once, that
     with the same body (`digest`) first."""
@@ -160,7 +160,7 @@ def match_request(
     return Match(given[-1], bool(same), again=True, mark=mark) if given else Unmatched(mark)
 
 
-def _is_before_pivot(tree: SessionTree, recording: Recording, parent_id: str | None) -> bool:
+def _is_before_pivot(tree: Session, recording: Recording, parent_id: str | None) -> bool:
     """Whether the recording was to answer: its pivot was not asked yet, or without one, other requests stand in this place."""
     if recording.pivot is None:
         return bool(recording.below(parent_id))
@@ -169,7 +169,7 @@ def _is_before_pivot(tree: SessionTree, recording: Recording, parent_id: str | N
     return not any(call.marks.get(REPLAY) == PIVOT for call in own)
 
 
-def _continues(tree: SessionTree, recording: Recording, recorded: RecordedRequest, found: Continuation) -> bool:
+def _continues(tree: Session, recording: Recording, recorded: RecordedRequest, found: Continuation) -> bool:
     """Whether a recorded request of the same history continues the same call, or one that said the very same, as twins do."""
     parent_id = recorded.first.node.parent_id
     if parent_id is None or found.parent is None:
@@ -179,7 +179,7 @@ def _continues(tree: SessionTree, recording: Recording, recorded: RecordedReques
     return parent_id in tree.forest and recording.forest.calls[parent_id].reply == found.parent.reply
 
 
-def _find_similar(tree: SessionTree, recording: Recording, request: Request, found: Continuation) -> Sequence[RecordedRequest]:
+def _find_similar(tree: Session, recording: Recording, request: Request, found: Continuation) -> Sequence[RecordedRequest]:
     """The recorded requests that continue the same call with the same messages but for volatile lines and, where ids prove which reply
     they answer, the contents of tool results."""
     if tree.info.echo_policy != "minted":
@@ -190,9 +190,7 @@ def _find_similar(tree: SessionTree, recording: Recording, request: Request, fou
     return [each for each in below if _reads_alike(tree, _decode(each.first.messages), new, of_call=parent_id is not None)]
 
 
-def _reads_alike(
-    tree: SessionTree, recorded: Sequence[Mapping[str, Any]], new: Sequence[HistoryMessage], *, of_call: bool
-) -> bool:
+def _reads_alike(tree: Session, recorded: Sequence[Mapping[str, Any]], new: Sequence[HistoryMessage], *, of_call: bool) -> bool:
     if len(recorded) != len(new):
         return False
     return all(
@@ -224,7 +222,7 @@ def explain_divergence(recording: Recording, request: Request, found: Continuati
     )
 
 
-def _place_calls(tree: SessionTree, recording: Recording, request: Request, found: Continuation, match: Match) -> list[Call]:
+def _place_calls(tree: Session, recording: Recording, request: Request, found: Continuation, match: Match) -> list[Call]:
     """The recorded calls as they stand in the fork's tree."""
     placed: list[Call] = []
     for call in match.recorded.calls:
@@ -236,7 +234,7 @@ def _place_calls(tree: SessionTree, recording: Recording, request: Request, foun
     return [_as_given(tree, call, request) for call in placed]
 
 
-def _as_given(tree: SessionTree, call: Call, request: Request) -> Call:
+def _as_given(tree: Session, call: Call, request: Request) -> Call:
     """The recorded call as its reply is given here: the dialect, its marks and the name of the model say how that is found again, followed
     and shown. The messages are the same, each as this dialect reads it."""
     asked = read_model(call) or tree.model(call.node.parent_id)
@@ -248,7 +246,7 @@ def _as_given(tree: SessionTree, call: Call, request: Request) -> Call:
     return replace(call, dialect=request.dialect, messages=messages, marks={**others, **named, **request.marks})
 
 
-def _rebase(tree: SessionTree, recording: Recording, call: Call) -> Call:
+def _rebase(tree: Session, recording: Recording, call: Call) -> Call:
     """The call with the ids of its prompt on its parent, or whole, where the fork has not replayed what they stand on."""
     parent_id, prompt = call.node.parent_id, recording.forest.prompt_ids(call.call_id)
     extends = parent_id is not None and recording.forest.extends(call.call_id)

@@ -1,4 +1,4 @@
-"""SessionTree: one session in memory, with what was decoded, digested and compared once.
+"""Session: one session in memory, with what was decoded, digested and compared once.
 
 `known` says how many records of the session it has read; `begin` tells it of the ones that other processes wrote meanwhile.
 
@@ -91,7 +91,7 @@ class Chained:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Replay:
+class ReplayedHistory:
     """A history that ends in a call's reply and replays it and all calls before it without an edit, and its messages as an engine
     gets them, each of those replies as it was sent."""
 
@@ -100,7 +100,7 @@ class Replay:
 
 
 @dataclass(slots=True)
-class ParseTurn:
+class ParseLane:
     """A session's turn to have something large parsed, or something after it was refused; `rests_until` in seconds of
     `time.monotonic`."""
 
@@ -108,7 +108,7 @@ class ParseTurn:
     rests_until: float = 0.0
 
 
-class SessionTree:
+class Session:
     """One session's forest, with what was decoded, digested and compared once so that no call does it for its whole history."""
 
     def __init__(self, info: SessionInfo, volatile: re.Pattern[str] | None = None, bounds: ImageBounds | None = None) -> None:
@@ -132,13 +132,13 @@ class SessionTree:
         self._seen: dict[SeenKey, list[HistoryMessage]] = {}
         self._recent: OrderedDict[str, Ids] = OrderedDict()
         self._renderings: OrderedDict[str, Ids] = OrderedDict()
-        self._replays: OrderedDict[str, Replay] = OrderedDict()
+        self._replays: OrderedDict[str, ReplayedHistory] = OrderedDict()
         self._histories: OrderedDict[str, list[HistoryMessage]] = OrderedDict()
         self._roots = (b"", b"", b"")
         self._chains: deque[Chained] = deque(maxlen=_RECENT_HISTORIES)
         self._bytes = 0
         self._longest = 0
-        self.parse_turn: ParseTurn | None = None
+        self.parse_turn: ParseLane | None = None
 
     @property
     def memory_bytes(self) -> int:
@@ -224,12 +224,12 @@ class SessionTree:
             return False
         return digest_message(drop_lines(one, volatile)).digest == digest_message(drop_lines(other, volatile)).digest
 
-    def replay(self, call_id: str, history: list[HistoryMessage]) -> Replay | None:
+    def replay(self, call_id: str, history: list[HistoryMessage]) -> ReplayedHistory | None:
         """How `history` replays the call, if that was looked at before: the very same messages up to its reply."""
         known = self._replays.get(call_id)
         return known if known is not None and _begins(history, known.history) else None
 
-    def replayed(self, call_id: str, replay: Replay) -> None:
+    def replayed(self, call_id: str, replay: ReplayedHistory) -> None:
         self._replays[call_id] = replay
         while len(self._replays) > _RECENT_HISTORIES:
             self._replays.popitem(last=False)
@@ -371,7 +371,7 @@ class Draft:
 
     __slots__ = ("_new", "_reader", "missed", "seals", "tree", "window")
 
-    def __init__(self, tree: SessionTree, window: int | None = None) -> None:
+    def __init__(self, tree: Session, window: int | None = None) -> None:
         self.tree = tree
         self.window = window
         """The most tokens that any engine takes, None where that is not known."""
@@ -451,7 +451,7 @@ def _keep_recent(kept: OrderedDict[str, Ids], call_id: str, ids: Ids) -> None:
         kept.popitem(last=False)
 
 
-# SessionTrees: a cache of sessions in this process; the store is the only state.
+# SessionCache: the sessions that this process keeps in memory; the store is the only state.
 #
 # Beyond `session_cache` trees or `session_cache_bytes` the least recently used go, and a tree that would fill a quarter of the bytes by
 # itself is never kept. All calls of a session that are in flight share one tree, cached or not.
@@ -464,7 +464,7 @@ LARGEST_SHARE = 4
 """One session's tree is kept while it takes at most one part in so many of the memory for all."""
 
 
-class SessionTrees:
+class SessionCache:
     def __init__(
         self,
         sessions: SessionStore,
@@ -480,8 +480,8 @@ class SessionTrees:
         self._sessions = sessions
         self._capacity = capacity
         self.capacity_bytes = capacity_bytes
-        self._trees: OrderedDict[str, SessionTree] = OrderedDict()
-        self._used: WeakValueDictionary[str, SessionTree] = WeakValueDictionary()
+        self._trees: OrderedDict[str, Session] = OrderedDict()
+        self._used: WeakValueDictionary[str, Session] = WeakValueDictionary()
         """Kept ones, and those that a call under way still holds."""
         self._recordings: WeakValueDictionary[Fork, Recording] = WeakValueDictionary()
         self._weighed: dict[str, int] = {}
@@ -493,7 +493,7 @@ class SessionTrees:
     def __len__(self) -> int:
         return len(self._trees)
 
-    async def open(self, session_id: str, admits: Callable[[SessionInfo], None] = lambda _: None) -> SessionTree:
+    async def open(self, session_id: str, admits: Callable[[SessionInfo], None] = lambda _: None) -> Session:
         """The session's tree, from memory or from the store. Raises NotFound for a session that does not exist, Conflict for one that
         is known to be closed, and what `admits` raises for a caller who may not have it: before anything but the session's own
         state is read."""
@@ -518,7 +518,7 @@ class SessionTrees:
             raise Conflict(f"session '{session_id}' is {state.status}; it takes no more calls")
         if tree is not None and tree.info.created_at != state.info.created_at:
             self.forget(session_id)
-        tree = SessionTree(state.info, self._volatile, self._bounds)
+        tree = Session(state.info, self._volatile, self._bounds)
         if state.info.replay is not None:
             tree.recording = await self.load_recording(state.info.replay)
         if state.calls:
@@ -556,7 +556,7 @@ class SessionTrees:
         recording = await asyncio.to_thread(Recording, fork, records, stored, delivered)
         return self._recordings.setdefault(fork, recording)
 
-    def check_open(self, tree: SessionTree, begun: Begun) -> None:
+    def check_open(self, tree: Session, begun: Begun) -> None:
         """Raises NotFound when the store has no such session any more, Conflict when it takes no more calls."""
         session_id = tree.info.session_id
         if begun.status == "missing":
@@ -565,7 +565,7 @@ class SessionTrees:
         if begun.status not in ("open", "full"):
             raise Conflict(f"session '{session_id}' is {begun.status}; it takes no more calls")
 
-    async def refresh(self, tree: SessionTree) -> bool:
+    async def refresh(self, tree: Session) -> bool:
         """Take in what other processes recorded meanwhile; whether that was anything."""
         known = tree.known
         with Waiting(STORE):
@@ -574,7 +574,7 @@ class SessionTrees:
         self.weigh(tree)
         return new
 
-    def weigh(self, tree: SessionTree) -> None:
+    def weigh(self, tree: Session) -> None:
         """The tree has grown: keep it where there is room, at the cost of those used longest ago."""
         session_id, size = tree.info.session_id, tree.memory_bytes
         if self._used.get(session_id) is not tree:

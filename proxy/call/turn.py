@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from proxy.call.recording import Recalled
-from proxy.call.tree import Chained, Draft, Replay, SessionTree
+from proxy.call.tree import Chained, Draft, ReplayedHistory, Session
 from proxy.dialects.base import HistoryMessage, Request
 from proxy.dialects.catalogue import dialects
 from proxy.engine.apis.base import EngineKind
 from proxy.engine.apis.contact import EngineKinds
 from proxy.engine.apis.renderer import Rendered
-from proxy.engine.apis.reply import Outcome
+from proxy.engine.apis.reply import EngineReply
 from proxy.engine.replica import Replica
 from proxy.errors import ContextTooLong, RequestError
 from proxy.store.states import NO_SHARE, Lookahead, Share
@@ -66,7 +66,7 @@ class Turn:
         return self.request if self.lookahead is None else replace(self.request, n=1)
 
     @property
-    def tree(self) -> SessionTree:
+    def tree(self) -> Session:
         return self.draft.tree
 
     @property
@@ -97,7 +97,7 @@ class Sampled:
     """A call that was sampled."""
 
     planned: Planned
-    outcome: Outcome
+    outcome: EngineReply
     chosen: bool = False
     """Whether the first choice was chosen from the candidates of a lookahead."""
 
@@ -163,7 +163,7 @@ class Continuation:
     near_at: int = 0
     dress: bytes = b""
     redressed: bool = False
-    replay: Replay | None = None
+    replay: ReplayedHistory | None = None
     """How the request replays the parent and all calls before it."""
     chained: Chained | None = None
     base: str | None = None
@@ -196,7 +196,7 @@ class TokenPlan:
     media: Ranges = ()
 
 
-def continuation(tree: SessionTree, request: Request, policy: str = "") -> Continuation:
+def continuation(tree: Session, request: Request, policy: str = "") -> Continuation:
     """The call that `request`, which `policy` is to answer, continues, found from the last message backwards."""
     rendered = {name: request.forward[name] for name in _RENDERED if name in request.forward}
     root, chained_root = tree.roots(policy, request.tools, {**request.template_kwargs, **rendered})
@@ -224,14 +224,14 @@ def continuation(tree: SessionTree, request: Request, policy: str = "") -> Conti
     return Continuation(root, fingerprints, near=near, near_at=near_at, dress=whole, chained=chained)
 
 
-def _dressed_so(tree: SessionTree, call_ids: Iterable[str], dressed: bytes) -> str | None:
+def _dressed_so(tree: Session, call_ids: Iterable[str], dressed: bytes) -> str | None:
     """The first of the calls that has that dress."""
     return next((call_id for call_id in call_ids if tree.forest.calls[call_id].root_key == dressed), None)
 
 
 def _answered(
-    tree: SessionTree, request: Request, position: int, fingerprints: Sequence[bytes], dressed: bytes
-) -> tuple[Call, str, Replay] | None:
+    tree: Session, request: Request, position: int, fingerprints: Sequence[bytes], dressed: bytes
+) -> tuple[Call, str, ReplayedHistory] | None:
     """The call whose reply is message number `position`, the projection it is replayed under, and how all before it is.
 
     Calls that the message itself names come first: by an id that was minted for them, where the history before them is theirs,
@@ -257,13 +257,13 @@ def _answered(
     return None
 
 
-def _latest_first(tree: SessionTree, call_ids: Sequence[str]) -> Sequence[str]:
+def _latest_first(tree: Session, call_ids: Sequence[str]) -> Sequence[str]:
     if len(call_ids) < 2:
         return call_ids
     return sorted(call_ids, key=lambda call_id: order_key(tree.forest.calls[call_id]), reverse=True)
 
 
-def _replay(tree: SessionTree, call: Call, request: Request) -> Replay | None:
+def _replay(tree: Session, call: Call, request: Request) -> ReplayedHistory | None:
     """The history up to the call's reply, if it and all calls before it are replayed without an edit of their reasoning, which
     the chain leaves out. Looked at only from the last call on that these messages are known to replay."""
     history = request.history
@@ -279,19 +279,17 @@ def _replay(tree: SessionTree, call: Call, request: Request) -> Replay | None:
     for old in reversed(new):
         messages += _after_reply(tree, messages, history, old.message_count)
         messages.append(tree.engine_reply(old.call_id))
-    return Replay(history[: len(messages)], messages)
+    return ReplayedHistory(history[: len(messages)], messages)
 
 
-def _after_reply(
-    tree: SessionTree, replayed: Sequence[Message], history: Sequence[HistoryMessage], end: int
-) -> Sequence[Message]:
+def _after_reply(tree: Session, replayed: Sequence[Message], history: Sequence[HistoryMessage], end: int) -> Sequence[Message]:
     """The messages of `history` that follow those `replayed`, up to number `end`, named after the reply that comes before them."""
     begin = len(replayed)
     after = tree.engine_messages(history[begin:end])
     return name_calls(tree.engine_message(history[begin - 1]), replayed[-1], after) if replayed else after
 
 
-def remember(tree: SessionTree, found: Continuation) -> None:
+def remember(tree: Session, found: Continuation) -> None:
     """The call is recorded: the next one mostly goes on from the same history."""
     if found.chained is not None:
         tree.remember(found.chained)
@@ -306,7 +304,7 @@ def as_root(found: Continuation) -> Continuation:
     return replace(found, parent=None, reply_at=-1, projection="", redressed=False, replay=None)
 
 
-def confirm_by_ids(tree: SessionTree, found: Continuation, prompt_ids: Ids | None) -> Continuation:
+def confirm_by_ids(tree: Session, found: Continuation, prompt_ids: Ids | None) -> Continuation:
     """The same for an engine that renders by itself: its prompt begins with the parent's prompt, or the request is a root."""
     parent = found.parent
     if parent is None or not found.redressed:
@@ -317,7 +315,7 @@ def confirm_by_ids(tree: SessionTree, found: Continuation, prompt_ids: Ids | Non
     return replace(found, redressed=False) if shared_length(before, prompt_ids) == len(before) else as_root(found)
 
 
-def parent_of(tree: SessionTree, found: Continuation, request: Request) -> Parent | None:
+def parent_of(tree: Session, found: Continuation, request: Request) -> Parent | None:
     """What the prompt depends on of the call that the request continues."""
     parent = found.parent
     if parent is None or found.replay is None:
@@ -332,7 +330,7 @@ def parent_of(tree: SessionTree, found: Continuation, request: Request) -> Paren
 
 
 async def plan_tokens(
-    tree: SessionTree, found: Continuation, request: Request, render: Render, retain_thinking: bool
+    tree: Session, found: Continuation, request: Request, render: Render, retain_thinking: bool
 ) -> tuple[Continuation, TokenPlan]:
     """The prompt for the token path, rendered by `render`, and what the request continues according to the renderings."""
     parent = parent_of(tree, found, request)
@@ -358,7 +356,7 @@ async def plan_tokens(
 
 
 def take_prompt(
-    tree: SessionTree, found: Continuation, prompt: Prompt, body: dict[str, Any], *, keeps_text_apart: bool = False
+    tree: Session, found: Continuation, prompt: Prompt, body: dict[str, Any], *, keeps_text_apart: bool = False
 ) -> tuple[Continuation, TokenPlan]:
     """What the call continues and its plan, of a prompt that was made here or by the engine. The tree remembers the turn end.
 

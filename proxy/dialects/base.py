@@ -308,7 +308,7 @@ def show_logprobs(request: Request, entries: Sequence[Mapping[str, Any]] | None)
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class PromptReady:
     """The prompt is known and about to be sampled after; comes again if another engine is tried. `prompt_tokens` is 0 where only the
     engine counts them."""
 

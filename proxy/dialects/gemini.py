@@ -24,7 +24,7 @@ from proxy.dialects.base import (
 from proxy.dialects.fields import decode, encode, split_body
 from proxy.dialects.gemini_contents import read_system, split_units
 from proxy.dialects.gemini_fields import normalize, parse_generation, parse_tool_choice, parse_tools
-from proxy.dialects.gemini_reply import Candidate, GeminiStream, ReplyOptions, build_usage, describe_error
+from proxy.dialects.gemini_reply import Candidate, GeminiReplyOptions, GeminiStream, build_usage, describe_error
 from proxy.errors import RequestError, VerbatimError
 
 _ANY_VERSION = r"(?:/v1(?:beta|alpha)?){0,2}"
@@ -116,7 +116,7 @@ class GeminiDialect(Dialect):
             stream=streamed,
             include_usage=True,
             top_logprobs=generation.top_logprobs,
-            echo=ReplyOptions(generation.thoughts, generation.top_logprobs or 0, sse),
+            echo=GeminiReplyOptions(generation.thoughts, generation.top_logprobs or 0, sse),
             dropped_tools=dropped,
         )
         if streamed and not sse:

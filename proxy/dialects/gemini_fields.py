@@ -29,7 +29,7 @@ _MAX_LOGPROBS = 20
 
 
 @dataclass(slots=True)
-class Generation:
+class GenerationConfig:
     """A parsed generationConfig. `forward`: fields of a chat body; `thoughts`: whether thought parts are wanted."""
 
     sampling: dict[str, Any]
@@ -40,13 +40,15 @@ class Generation:
     thoughts: bool = False
 
 
-def parse_generation(body: Mapping[str, Any]) -> Generation:
+def parse_generation(body: Mapping[str, Any]) -> GenerationConfig:
     """Raises RequestError naming the field and the rule it broke."""
     config = convert_integers(get_object(body, "generationConfig"), *_INTEGERS)
     for modality in fields.strings(config, "responseModalities"):
         if modality.upper() not in ("TEXT", "MODALITY_UNSPECIFIED"):
             raise RequestError(f"responseModalities: only TEXT can be sampled, not '{modality}'", param="responseModalities")
-    generation = Generation(fields.sampling(config, _SAMPLING), fields.choices(config, "candidateCount"), _top_logprobs(config))
+    generation = GenerationConfig(
+        fields.sampling(config, _SAMPLING), fields.choices(config, "candidateCount"), _top_logprobs(config)
+    )
     for key, name in (("presencePenalty", "presence_penalty"), ("frequencyPenalty", "frequency_penalty")):
         if (penalty := fields.number(config, key)) is not None:
             generation.forward[name] = penalty
@@ -90,7 +92,7 @@ def _response_schema(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return json_schema(config["responseSchema"], "responseSchema") if "responseSchema" in config else None
 
 
-def _add_thinking(generation: Generation, config: Mapping[str, Any]) -> None:
+def _add_thinking(generation: GenerationConfig, config: Mapping[str, Any]) -> None:
     generation.thoughts = fields.flag(config, "includeThoughts")
     if fields.integer(config, "thinkingBudget") == 0:
         generation.template_kwargs["enable_thinking"] = False

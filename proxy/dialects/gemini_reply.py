@@ -23,7 +23,7 @@ _SILENT_DELTAS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class ReplyOptions:
+class GeminiReplyOptions:
     """What the harness requested: thoughts, how many logprobs beside each token's own, server-sent events."""
 
     thoughts: bool
@@ -35,7 +35,7 @@ class GeminiStream:
     """Renders one reply as server-sent events (`alt=sse`) or as one JSON array that grows."""
 
     def __init__(self, request: Request, reply_id: str) -> None:
-        options: ReplyOptions = request.echo
+        options: GeminiReplyOptions = request.echo
         self._head = {"modelVersion": request.model, "responseId": reply_id}
         self._sse = options.sse
         self._begun = False
@@ -89,7 +89,7 @@ def _split_parts(candidate: dict[str, Any]) -> list[dict[str, Any]]:
 class Candidate:
     """One choice in progress; `call_id` is "" while unknown."""
 
-    def __init__(self, index: int, options: ReplyOptions, call_id: str = "") -> None:
+    def __init__(self, index: int, options: GeminiReplyOptions, call_id: str = "") -> None:
         self._index = index
         self._options = options
         self._call_id = call_id

@@ -25,7 +25,14 @@ from proxy.dialects.base import (
 )
 from proxy.dialects.chat import OpenAIDialect, choose_status, describe_error
 from proxy.dialects.fields import decode, encode, split_body
-from proxy.dialects.responses_reply import ReplyOptions, ResponsesStream, complete_response, content_of, feed, parse_options
+from proxy.dialects.responses_reply import (
+    ResponsesReplyOptions,
+    ResponsesStream,
+    complete_response,
+    content_of,
+    feed,
+    parse_options,
+)
 from proxy.dialects.responses_request import ReadSystem, Section, read_message, read_output, read_reply, split_sections
 from proxy.dialects.responses_stored import find_call, load_conversation, record_marks, render_items, render_response
 from proxy.dialects.responses_tools import Toolbox, build_toolbox, parse_tool_choice
@@ -110,7 +117,7 @@ class ResponsesDialect(OpenAIDialect):
         return encode({"object": "response.input_tokens", "input_tokens": tokens})
 
     def render(self, request: Request, reply: Reply) -> bytes:
-        options: ReplyOptions = request.echo
+        options: ResponsesReplyOptions = request.echo
         choice = reply.choices[0]
         output = options.output(choice.call_id)
         feed(output, content_of(choice.message), choice.finish_reason, show_logprobs(request, choice.logprobs) or ())

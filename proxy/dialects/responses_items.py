@@ -109,7 +109,7 @@ def _field(item: Mapping[str, Any], name: str, kind: type) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ToolItemForm:
     """The item of calls to one kind of tool. `payload` makes the item's `field` out of the arguments' object, None if that has another
     shape; `arguments` is its inverse."""
 
@@ -174,11 +174,11 @@ def _is_limit(value: Any) -> bool:
     return value is None or is_integer(value)
 
 
-FORMS: Mapping[str, Form] = {
-    "custom": Form("custom_tool_call", "ctc", "input", _custom_input, lambda text: {"input": text}),
-    "local_shell": Form("local_shell_call", "lsh", "action", _local_shell_action, _local_shell_arguments),
-    "shell": Form("shell_call", "sh", "action", _shell_action, _without_nulls, required=("environment",)),
-    "apply_patch": Form("apply_patch_call", "apc", "operation", _patch_operation, _without_nulls),
+FORMS: Mapping[str, ToolItemForm] = {
+    "custom": ToolItemForm("custom_tool_call", "ctc", "input", _custom_input, lambda text: {"input": text}),
+    "local_shell": ToolItemForm("local_shell_call", "lsh", "action", _local_shell_action, _local_shell_arguments),
+    "shell": ToolItemForm("shell_call", "sh", "action", _shell_action, _without_nulls, required=("environment",)),
+    "apply_patch": ToolItemForm("apply_patch_call", "apc", "operation", _patch_operation, _without_nulls),
 }
 """By the type of the tool; all other tools are functions."""
 

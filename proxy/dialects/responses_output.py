@@ -17,7 +17,7 @@ from proxy.dialects.responses_tools import Toolbox
 Event = dict[str, Any]
 
 
-class Output:
+class ItemWriter:
     """Takes the pieces of one reply. Each method returns the events that carry the piece; `items` are the finished ones."""
 
     def __init__(self, call_id: str, toolbox: Toolbox, *, summary: bool, sealed: bool) -> None:

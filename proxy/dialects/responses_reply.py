@@ -11,7 +11,7 @@ from proxy.dialects import fields
 from proxy.dialects.base import Choice, Delta, Reply, Request, show_logprobs
 from proxy.dialects.fields import encode
 from proxy.dialects.responses_items import response_id
-from proxy.dialects.responses_output import Event, Output
+from proxy.dialects.responses_output import Event, ItemWriter
 from proxy.dialects.responses_tools import Toolbox
 from proxy.errors import RequestError, VerbatimError
 
@@ -29,7 +29,7 @@ KEPT = (
 
 
 @dataclass(slots=True)
-class ReplyOptions:
+class ResponsesReplyOptions:
     """How the reply is to be rendered. `fields`: those of the response object that repeat the request."""
 
     fields: dict[str, Any]
@@ -38,11 +38,11 @@ class ReplyOptions:
     sealed: bool
     logprobs: int | None
 
-    def output(self, call_id: str) -> Output:
-        return Output(call_id, self.toolbox, summary=self.summary, sealed=self.sealed)
+    def output(self, call_id: str) -> ItemWriter:
+        return ItemWriter(call_id, self.toolbox, summary=self.summary, sealed=self.sealed)
 
 
-def parse_options(body: Mapping[str, Any], tools: Sequence[Any], toolbox: Toolbox) -> ReplyOptions:
+def parse_options(body: Mapping[str, Any], tools: Sequence[Any], toolbox: Toolbox) -> ResponsesReplyOptions:
     """Raises RequestError for a field of a wrong type."""
     include, reasoning = fields.strings(body, "include"), fields.mapping(body, "reasoning")
     _one_of(reasoning, "effort", EFFORTS)
@@ -72,7 +72,7 @@ def parse_options(body: Mapping[str, Any], tools: Sequence[Any], toolbox: Toolbo
         "user": fields.text(body, "user"),
     }
     shown_logprobs = top_logprobs if _LOGPROBS in include else None
-    return ReplyOptions(repeated, toolbox, reasoning.get("summary") is not None, _SEALED in include, shown_logprobs)
+    return ResponsesReplyOptions(repeated, toolbox, reasoning.get("summary") is not None, _SEALED in include, shown_logprobs)
 
 
 def _one_of(body: Mapping[str, Any], key: str, allowed: Sequence[str]) -> str | None:
@@ -82,7 +82,9 @@ def _one_of(body: Mapping[str, Any], key: str, allowed: Sequence[str]) -> str | 
     return value
 
 
-def build_response(options: ReplyOptions, call_id: str, created: int, model: str, status: str, **result: Any) -> dict[str, Any]:
+def build_response(
+    options: ResponsesReplyOptions, call_id: str, created: int, model: str, status: str, **result: Any
+) -> dict[str, Any]:
     """The response object; `result` holds output, usage, error and incomplete_details, as far as there are any."""
     return {
         "id": response_id(call_id),
@@ -100,7 +102,9 @@ def build_response(options: ReplyOptions, call_id: str, created: int, model: str
     }
 
 
-def complete_response(options: ReplyOptions, reply: Reply, choice: Choice, items: list[dict[str, Any]]) -> dict[str, Any]:
+def complete_response(
+    options: ResponsesReplyOptions, reply: Reply, choice: Choice, items: list[dict[str, Any]]
+) -> dict[str, Any]:
     """The response object of a finished reply."""
     cut = choice.finish_reason == "length"
     return build_response(
@@ -141,7 +145,7 @@ def content_of(message: Mapping[str, Any]) -> Content:
     return Content(message.get("reasoning_content") or "", message.get("content") or "", calls)
 
 
-def feed(output: Output, content: Content, finish_reason: str, logprobs: Sequence[Any] = ()) -> list[Event]:
+def feed(output: ItemWriter, content: Content, finish_reason: str, logprobs: Sequence[Any] = ()) -> list[Event]:
     """Put the rest of a reply into `output` and finish it."""
     events: list[Event] = []
     if content.reasoning:
@@ -162,9 +166,9 @@ class ResponsesStream:
 
     def __init__(self, request: Request, reply_id: str, created: int) -> None:
         self._request = request
-        self._options: ReplyOptions = request.echo
+        self._options: ResponsesReplyOptions = request.echo
         self._reply_id, self._created, self._model = reply_id, created, request.model
-        self._output: Output = self._options.output(reply_id)
+        self._output: ItemWriter = self._options.output(reply_id)
         self._number = 0
         self._written_at = time.monotonic()
         # What was sent; calls by position, as (name, arguments).

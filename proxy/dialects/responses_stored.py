@@ -16,7 +16,15 @@ import msgspec
 from proxy.dialects.base import HistoryMessage, Past, read_model
 from proxy.dialects.fields import encode
 from proxy.dialects.responses_items import parse_response_id
-from proxy.dialects.responses_reply import KEPT, ReplyOptions, build_response, build_usage, content_of, feed, parse_options
+from proxy.dialects.responses_reply import (
+    KEPT,
+    ResponsesReplyOptions,
+    build_response,
+    build_usage,
+    content_of,
+    feed,
+    parse_options,
+)
 from proxy.dialects.responses_tools import list_definitions, record_kinds, restore_toolbox
 from proxy.errors import UnknownCall
 from proxy.images import SCHEME
@@ -31,7 +39,7 @@ _CLIENT = ("metadata", "prompt_cache_key", "safety_identifier", "user")
 """Fields of a request that are repeated and change nothing."""
 
 
-def record_marks(body: Mapping[str, Any], options: ReplyOptions, instructions: int) -> dict[str, str]:
+def record_marks(body: Mapping[str, Any], options: ResponsesReplyOptions, instructions: int) -> dict[str, str]:
     """The facts stored with the call; `instructions`: their length in characters."""
     if not options.fields["store"]:
         return {"store": "false"}
@@ -115,7 +123,7 @@ def _split_history(call: Call, past: Past) -> tuple[str, str, list[HistoryMessag
     return text[:length], text[length:].removeprefix("\n\n") if length else text, history[1:]
 
 
-def _restore_options(call: Call, past: Past) -> tuple[str, ReplyOptions]:
+def _restore_options(call: Call, past: Past) -> tuple[str, ResponsesReplyOptions]:
     """(model, how the reply is rendered), from the call's record and its root's, which holds the tools of all calls below it, and the
     model where no call has named another since."""
     root, model = call, read_model(call)
@@ -130,7 +138,7 @@ def _restore_options(call: Call, past: Past) -> tuple[str, ReplyOptions]:
     return model, parse_options(body, list_definitions(box), box)
 
 
-def _items(call: Call, position: int, seen: HistoryMessage, options: ReplyOptions) -> list[dict[str, Any]]:
+def _items(call: Call, position: int, seen: HistoryMessage, options: ResponsesReplyOptions) -> list[dict[str, Any]]:
     message = seen.message
     if message["role"] == "assistant":
         # Ids and seals that name no call must not look like those that do.

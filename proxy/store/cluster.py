@@ -19,7 +19,7 @@ from typing import Any
 import redis.exceptions as broken
 from redis.crc import key_slot
 
-from proxy.store.node import SURVEY, Command, Node, Part, Place
+from proxy.store.node import SURVEY, Command, CommandGroup, HostPort, StoreServer
 
 log = logging.getLogger(__name__)
 
@@ -33,14 +33,14 @@ MAP_SECONDS = 2.0
 """How long one server may take to send the slot map."""
 
 
-class Cluster:
-    """Implements `proxy.store.node.Link`. `seeds` are any of its servers; `open_node` makes the `Node` of a place."""
+class StoreCluster:
+    """Implements `proxy.store.node.Link`. `seeds` are any of its servers; `open_node` makes the `StoreServer` of a place."""
 
-    def __init__(self, seeds: Sequence[Place], open_node: Callable[[Place], Node]) -> None:
+    def __init__(self, seeds: Sequence[HostPort], open_node: Callable[[HostPort], StoreServer]) -> None:
         self._seeds = tuple(seeds)
         self._open_node = open_node
-        self._nodes: dict[Place, Node] = {}
-        self._holders: list[Place | None] = []
+        self._nodes: dict[HostPort, StoreServer] = {}
+        self._holders: list[HostPort | None] = []
         self._version = 0
         """Counts the reads of the map: tells whether another command read it meanwhile."""
         self._reading = asyncio.Lock()
@@ -70,7 +70,7 @@ class Cluster:
                 place, asking = successor, False
         raise refused or broken.ClusterError(f"the cluster redirected a command more than {REDIRECTS} times")
 
-    async def survey(self, seconds: float) -> list[Part]:
+    async def survey(self, seconds: float) -> list[CommandGroup]:
         await self._find_holder(None)
         version, parts = self._version, await self._survey(seconds)
         if any(isinstance(part.error, AWAY) for part in parts):
@@ -87,32 +87,32 @@ class Cluster:
     async def close(self) -> None:
         await asyncio.gather(*(node.close() for node in self._nodes.values()))
 
-    async def _survey(self, seconds: float) -> list[Part]:
+    async def _survey(self, seconds: float) -> list[CommandGroup]:
         slots = Counter(self._holders)
         unheld = slots.pop(None, 0)
         parts = await asyncio.gather(
             *(self._survey_part(place, number, seconds) for place, number in slots.items() if place is not None)
         )
-        missing = Part("nowhere", {}, broken.ClusterDownError("no server of the cluster holds the slots"), unheld)
+        missing = CommandGroup("nowhere", {}, broken.ClusterDownError("no server of the cluster holds the slots"), unheld)
         return [*parts, missing] if unheld else parts
 
-    async def _survey_part(self, place: Place, slots: int, seconds: float) -> Part:
+    async def _survey_part(self, place: HostPort, slots: int, seconds: float) -> CommandGroup:
         name = f"{place[0]}:{place[1]}"
         error: Exception
         try:
             async with asyncio.timeout(seconds):
                 facts, _, cluster = await self._node(place).send(None, (*SURVEY, ("CLUSTER", "INFO")))
             if b"cluster_state:ok" in cluster:
-                return Part(name, facts, None, slots)
+                return CommandGroup(name, facts, None, slots)
             # The server takes no keys then, though it has some.
             error = broken.ClusterDownError("the cluster is down: too many of its servers are away")
         except TimeoutError:
             error = broken.TimeoutError(f"it did not answer within {seconds:g} s")
         except (broken.RedisError, OSError) as refused:
             error = refused
-        return Part(name, {}, error, slots)
+        return CommandGroup(name, {}, error, slots)
 
-    async def _find_holder(self, key: str | None) -> Place:
+    async def _find_holder(self, key: str | None) -> HostPort:
         """The primary of the key's slot, any primary for None. Raises ClusterDownError when no server holds the slot."""
         if not self._holders:
             await self._read_map(self._version)
@@ -123,13 +123,13 @@ class Cluster:
             raise broken.ClusterDownError(f"no server of the cluster holds slot {slot}")
         return place
 
-    def _node(self, place: Place) -> Node:
+    def _node(self, place: HostPort) -> StoreServer:
         node = self._nodes.get(place)
         if node is None:
             node = self._nodes[place] = self._open_node(place)
         return node
 
-    async def _read_map(self, version: int, last: Place | None = None) -> None:
+    async def _read_map(self, version: int, last: HostPort | None = None) -> None:
         """Reads the slot map unless that was done since `version`; asks the server `last` last. Raises redis's ConnectionError."""
         async with self._reading:
             if self._version != version and self._holders:
@@ -148,9 +148,9 @@ class Cluster:
         raise broken.ConnectionError("no node of the cluster answers")
 
 
-def _list_holders(ranges: Any, asked_host: str) -> list[Place | None]:
+def _list_holders(ranges: Any, asked_host: str) -> list[HostPort | None]:
     """The primary of every slot. `ranges` answers CLUSTER SLOTS: [[first, last, [host, port, …], replicas…], …]."""
-    holders: list[Place | None] = [None] * SLOTS
+    holders: list[HostPort | None] = [None] * SLOTS
     for first, last, primary, *_ in ranges:
         host = (primary[0] or b"").decode()
         place = (host if host not in ("", "?") else asked_host, int(primary[1]))

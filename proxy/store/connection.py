@@ -27,15 +27,15 @@ from typing import TYPE_CHECKING, Any
 import redis.exceptions as broken
 
 from proxy.errors import StoreUnavailable
-from proxy.store.cluster import SLOTS, Cluster
+from proxy.store.cluster import SLOTS, StoreCluster
 from proxy.store.node import (
     Address,
     Argument,
     Command,
+    CommandGroup,
+    HostPort,
     Link,
-    Node,
-    Part,
-    Place,
+    StoreServer,
     answers_plainly,
     goes_through_pipe,
     speaks_tls,
@@ -235,12 +235,12 @@ class StoreConnection:
         except OSError:
             return None
 
-    async def _survey(self) -> list[Part]:
+    async def _survey(self) -> list[CommandGroup]:
         seconds = min(PART_SECONDS, self.timeout_seconds / 3)
-        parts: list[Part] = await self._guard(lambda link: link.survey(seconds))
+        parts: list[CommandGroup] = await self._guard(lambda link: link.survey(seconds))
         return parts
 
-    def _judge(self, part: Part) -> StoreUnavailable | None:
+    def _judge(self, part: CommandGroup) -> StoreUnavailable | None:
         """Why the part takes no records."""
         if part.error is not None:
             return self._translate(part.error) or StoreUnavailable(f"the Redis at {part.name} refuses to answer: {part.error}")
@@ -362,9 +362,9 @@ class StoreConnection:
         link = self._make_link()
         try:
             parts = await link.survey(min(PART_SECONDS, self.timeout_seconds / 3))
-            if parts[0].facts.get("cluster_enabled") and isinstance(link, Node):
+            if parts[0].facts.get("cluster_enabled") and isinstance(link, StoreServer):
                 await link.close()
-                link = Cluster(self._address.places, self._node)
+                link = StoreCluster(self._address.places, self._node)
                 parts = await link.survey(min(PART_SECONDS, self.timeout_seconds / 3))
             for part in parts:
                 if part.error is None:
@@ -378,22 +378,22 @@ class StoreConnection:
     def _make_link(self) -> Link:
         address = self._address
         if address.kind == "cluster":
-            return Cluster(address.places, self._node)
+            return StoreCluster(address.places, self._node)
         if address.kind == "sentinel":
             sentinels = [address.sentinel(place) for place in address.places]
             return self._node_at(address.server(("master", 0)), service=address.service, sentinels=sentinels)
         return self._node_at(address.url)
 
-    def _node(self, place: Place) -> Node:
+    def _node(self, place: HostPort) -> StoreServer:
         return self._node_at(self._address.server(place))
 
-    def _node_at(self, url: str, **watched: Any) -> Node:
+    def _node_at(self, url: str, **watched: Any) -> StoreServer:
         """Raises `Lasting` after `close`: nothing would close the node."""
         if self._closed:
             raise self._refuse_closed()
         connect_seconds = min(CONNECT_SECONDS, self.timeout_seconds)
         # Twice what is used at a time: redis-py loses a connection when a cancellation interrupts its release.
-        return Node(url, max_connections=2 * self._max_connections, connect_seconds=connect_seconds, **watched)
+        return StoreServer(url, max_connections=2 * self._max_connections, connect_seconds=connect_seconds, **watched)
 
     def _check(self, facts: Mapping[str, Any]) -> None:
         version = str(facts.get("redis_version", "0"))

@@ -13,7 +13,7 @@ from typing import Any
 
 from proxy.errors import Conflict, NotFound, StoreUnavailable
 from proxy.store.connection import Argument, Script, StoreConnection
-from proxy.store.groups import DeadLetter, GroupDefaults, GroupRule, Lease, LeasedGroup, Member, Nothing, PolicyLine
+from proxy.store.groups import DeadLetter, GroupDefaults, GroupMember, GroupRule, LeasedGroup, LeaseRecord, Nothing, PolicyLine
 from proxy.store.keys import (
     ARRIVALS,
     DELIVERY,
@@ -27,7 +27,7 @@ from proxy.store.keys import (
     unpack,
     unpack_versioned,
 )
-from proxy.store.run import Axis, Curve, Outcome, Point, encode_outcomes
+from proxy.store.run import Axis, Curve, Point, PolicyOutcome, encode_outcomes
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Freshness:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseTerms:
+class LeaseQuery:
     """What a consumer asks for; see `DeliveryStore.lease`."""
 
     consumer: str
@@ -141,11 +141,11 @@ class DeliveryStore:
         self,
         group_id: str,
         group_size: int,
-        member: Member,
+        member: GroupMember,
         defaults: GroupDefaults,
         now: float,
         rule: GroupRule | None = None,
-        outcomes: Sequence[Outcome] = (),
+        outcomes: Sequence[PolicyOutcome] = (),
     ) -> str:
         """Puts a closed session into its group, and counts its `outcomes` in the numbers of the run. Returns the group's state: filling,
         ready, dropped, leased, acked or dead. From now on `rule` takes precedence over `defaults` for the group.
@@ -215,7 +215,7 @@ class DeliveryStore:
         letters, drop drops them, allow_partial delivers them if enough members are usable. Returns how many were given up."""
         return int(await self._run("tend", repr(now), f"{timeout_seconds:g}", *_default_args(defaults)))
 
-    async def lease(self, terms: LeaseTerms) -> Lease | Nothing:
+    async def lease(self, terms: LeaseQuery) -> LeaseRecord | Nothing:
         """Takes ready groups, oldest first, after putting expired leases back. A group already delivered `max_deliveries` times goes to the
         dead letters instead. Groups are whole: the first is taken whatever its size, further ones while they fit `max_trajectories`.
         Without any limit, one group is taken.
@@ -246,7 +246,7 @@ class DeliveryStore:
         answer = await self._run("lease", lease_id, terms.consumer, *limits, *times, *claim, *whose)
         if answer[0] == b"none":
             return Nothing(float(answer[1]) if answer[1] else None)
-        return Lease(lease_id, float(answer[1]), [_parse_group(group) for group in answer[2:]])
+        return LeaseRecord(lease_id, float(answer[1]), [_parse_group(group) for group in answer[2:]])
 
     def watch(self) -> AbstractAsyncContextManager[Arrivals]:
         """Arrivals while in the context: one blocking read per process, however many watch."""

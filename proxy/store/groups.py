@@ -15,7 +15,7 @@ class PolicyRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class GroupMember:
     """A closed session in its group. `usable`: completed or timed out, with a reward. `rows` and their `oldest_version` are the default
     policy's; `named` has the other policies'. `complete`: as in its accounting."""
 
@@ -75,7 +75,7 @@ class PolicyLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class LeaseRecord:
     lease_id: str
     expires_at: float
     groups: Sequence[LeasedGroup]

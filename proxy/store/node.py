@@ -49,7 +49,7 @@ def goes_through_pipe(commands: Sequence[Command]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CommandGroup:
     """A server that holds keys: what INFO says, or the `error` for which it takes no commands. `name` is empty for the only one, `slots`
     how many of a cluster's slots it holds."""
 
@@ -60,13 +60,13 @@ class Part:
 
 
 class Link(Protocol):
-    """The way to the server that holds a key: `Node` or `proxy.store.cluster.Cluster`. Raises redis-py's errors."""
+    """The way to the server that holds a key: `StoreServer` or `proxy.store.cluster.StoreCluster`. Raises redis-py's errors."""
 
     async def send(self, key: str | None, commands: Sequence[Command]) -> list[Any]:
         """The answers, all from one connection to the server of `key`; None: to any server."""
         ...
 
-    async def survey(self, seconds: float) -> list[Part]:
+    async def survey(self, seconds: float) -> list[CommandGroup]:
         """Every server that holds keys. A part of a cluster that does not answer within `seconds` is away; where there is one server, its
         error is raised."""
         ...
@@ -78,7 +78,7 @@ class Link(Protocol):
     async def close(self) -> None: ...
 
 
-class Node:
+class StoreServer:
     """One server, or with `service` whichever master `sentinels` (their URLs) name for it; then the host in `url` is ignored."""
 
     def __init__(
@@ -109,8 +109,8 @@ class Node:
                 # It was closed while a connection was being opened here.
                 await self._close_clients()
 
-    async def survey(self, seconds: float) -> list[Part]:
-        return [Part(facts=(await self.send(None, SURVEY))[0])]
+    async def survey(self, seconds: float) -> list[CommandGroup]:
+        return [CommandGroup(facts=(await self.send(None, SURVEY))[0])]
 
     def distrust(self) -> None:
         self._distrusted = True
@@ -194,7 +194,7 @@ class Node:
             await client.aclose()
 
 
-async def speaks_tls(place: Place) -> bool:
+async def speaks_tls(place: HostPort) -> bool:
     """Whether a server there answers a TLS handshake."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -209,7 +209,7 @@ async def speaks_tls(place: Place) -> bool:
         return False
 
 
-async def answers_plainly(place: Place) -> bool:
+async def answers_plainly(place: HostPort) -> bool:
     """Whether a server there answers a command of Redis that is not encrypted, be it with a refusal."""
     try:
         async with asyncio.timeout(SENTINEL_SECONDS):
@@ -380,7 +380,7 @@ class Pipe(asyncio.Protocol):
 # are those of the Redis servers.
 
 Kind = Literal["single", "cluster", "sentinel"]
-Place = tuple[str, int]
+HostPort = tuple[str, int]
 """Host and port."""
 
 _PORTS = {"single": 6379, "cluster": 6379, "sentinel": 26379}
@@ -393,7 +393,7 @@ class Address:
     kind: Kind
     url: str
     name: str
-    places: tuple[Place, ...] = ()
+    places: tuple[HostPort, ...] = ()
     service: str = ""
     db: str = ""
 
@@ -416,7 +416,7 @@ class Address:
         _require(bool(service), "redis+sentinel:// ends in the name of the service: redis+sentinel://host:26379/mymaster")
         return cls("sentinel", url, f"{_strip_login(parts)}/{service}", _parse_places(parts, "sentinel"), service, db)
 
-    def server(self, place: Place) -> str:
+    def server(self, place: HostPort) -> str:
         """The redis:// URL of the Redis server at `place`."""
         parts = urlsplit(self.url)
         login, at, _ = parts.netloc.rpartition("@")
@@ -428,7 +428,7 @@ class Address:
             named = name in ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
             _require(not named or os.path.exists(path), f"{name} names {path}, which is not there")
 
-    def sentinel(self, place: Place) -> str:
+    def sentinel(self, place: HostPort) -> str:
         """The redis:// URL of the Sentinel at `place`, which has neither users nor databases."""
         return _join(urlsplit(self.url), _netloc(place), "")
 
@@ -461,7 +461,7 @@ def _join(parts: SplitResult, netloc: str, path: str) -> str:
     return SplitResult(parts.scheme.partition("+")[0], netloc, path, parts.query, "").geturl()
 
 
-def _netloc(place: Place) -> str:
+def _netloc(place: HostPort) -> str:
     host, port = place
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -470,7 +470,7 @@ def _strip_login(parts: SplitResult) -> str:
     return parts.netloc.rpartition("@")[2]
 
 
-def _parse_places(parts: SplitResult, kind: Kind) -> tuple[Place, ...]:
+def _parse_places(parts: SplitResult, kind: Kind) -> tuple[HostPort, ...]:
     hosts = [urlsplit(f"//{host}") for host in _strip_login(parts).split(",")]
     _require(all(host.hostname for host in hosts), "its nodes are host:port, separated by commas")
     return tuple((host.hostname or "", host.port or _PORTS[kind]) for host in hosts)

@@ -35,7 +35,7 @@ MOST_LABEL_CHARACTERS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PolicyOutcome:
     """What one policy did in a closed session. `version`: the oldest of its tokens', None if it sampled none; `behind`: how many versions
     the policy's weights had moved on since when the session was counted. `truncated`: the reply that ends a trained row was cut short."""
 
@@ -84,7 +84,7 @@ class Outcome:
         return {"policy": self.policy, "label": self.label, "cells": self.cells, "numbers": self.numbers}
 
 
-def encode_outcomes(outcomes: Iterable[Outcome]) -> bytes:
+def encode_outcomes(outcomes: Iterable[PolicyOutcome]) -> bytes:
     return pack([outcome.encode() for outcome in outcomes])
 
 

@@ -59,7 +59,7 @@ class SessionStore:
         self._process = process
         self._clock = clock
         self._unsettled: dict[str, _Unsettled] = {}
-        self._answers = Answers(self._write_answers)
+        self._answers = DeliveryOutcomes(self._write_answers)
         self._listing = SessionListing(connection, self.load)
 
     async def ping(self) -> list[str]:
@@ -275,7 +275,7 @@ class SessionStore:
         await asyncio.gather(*(self._run("keep_active", _state_and_calls(each), (self._now(),)) for each in waiting))
 
     def note_answered(self, session_id: str, call_ids: Sequence[str], *, delivered: bool) -> None:
-        """Whether the replies of a request were flushed to the harness; see `Answers`."""
+        """Whether the replies of a request were flushed to the harness; see `DeliveryOutcomes`."""
         self._answers.note(session_id, call_ids, delivered)
 
     async def note_fetched(self, session_id: str, call_id: str) -> None:
@@ -488,7 +488,7 @@ Outcomes = list[Argument]
 """Call id, and "1" if its reply was delivered or "", of each: as the scripts' `note_answers` reads them."""
 
 
-class Answers:
+class DeliveryOutcomes:
     """Those of this process. `write` writes outcomes of a session on their own."""
 
     def __init__(self, write: Callable[[str, Outcomes], Awaitable[Any]]) -> None:

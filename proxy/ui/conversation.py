@@ -235,7 +235,7 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ShownCall:
     """A call with the messages that are new in its request, and its reply. `tools` are those offered, shown at the first call of a
     conversation; `forks` are shown after it."""
 
@@ -248,7 +248,7 @@ class Turn:
 
 def build_turn(
     call: Call, summary: CallSummary, forest: Forest, forks: Sequence[Thread] = (), *, limit: int = SHOWN_CHARACTERS
-) -> Turn:
+) -> ShownCall:
     """`limit` characters of each text are shown."""
     parent = forest.calls.get(call.node.parent_id or "")
     tool_names = name_tool_calls(reply_of(parent)) if parent else {}
@@ -257,7 +257,7 @@ def build_turn(
         for at, message in enumerate(_decode(call.messages))
     ]
     reply = show_message(call.message_count, reply_of(call), is_reply=True, limit=limit)
-    return Turn(summary, messages, reply, _read_tools(call) if not summary.parent_id else (), forks)
+    return ShownCall(summary, messages, reply, _read_tools(call) if not summary.parent_id else (), forks)
 
 
 def reply_of(call: Call) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class SessionFilter:
 
 
 @dataclass(frozen=True, slots=True)
-class SessionPage:
+class ListingPage:
     """`searched` counts the sessions read for it; `cursor` is where the next page begins, None at the end."""
 
     sessions: Sequence[SessionState]
@@ -51,7 +51,7 @@ class SessionPage:
     searched: int
 
 
-async def session_page(services: Services, wanted: SessionFilter, cursor: str | None) -> SessionPage:
+async def session_page(services: Services, wanted: SessionFilter, cursor: str | None) -> ListingPage:
     """The newest sessions that the filter accepts, from the cursor on."""
     found: list[SessionState] = []
     searched = 0
@@ -65,10 +65,10 @@ async def session_page(services: Services, wanted: SessionFilter, cursor: str | 
             if wanted.accepts(state):
                 found.append(state)
                 if len(found) == PAGE and (at + 1 < len(states) or cursor is not None):
-                    return SessionPage(found, _cursor_after(state), searched)
+                    return ListingPage(found, _cursor_after(state), searched)
         if cursor is None:
             break
-    return SessionPage(found, cursor, searched)
+    return ListingPage(found, cursor, searched)
 
 
 def _finds_text(state: SessionState, wanted: str) -> bool:

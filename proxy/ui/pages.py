@@ -11,9 +11,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.routing import APIRoute
 
-from proxy.api.groups import Group, load_group, newest_groups
+from proxy.api.groups import GroupView, load_group, newest_groups
 from proxy.errors import NotFound
-from proxy.ui.conversation import Thread, Turn
+from proxy.ui.conversation import ShownCall, Thread
 from proxy.ui.listing import STATUSES, SessionFilter, session_page
 from proxy.ui.pictures import Rewards, draw_tree
 from proxy.ui.rendering import page
@@ -62,7 +62,7 @@ async def groups(request: Request, ui: Shown, q: Text = "") -> Response:
     return page(request, "groups.html", groups=found, query={"q": q}, live=True)
 
 
-def rewards_of(group: Group) -> Rewards | None:
+def rewards_of(group: GroupView) -> Rewards | None:
     return Rewards.of((state.info.session_id, state.reward) for state in group.sessions)
 
 
@@ -98,11 +98,11 @@ def _number(text: str) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ConversationPage:
     """Some turns of a conversation, of one of its forks (`thread`), or of the `count` calls that a search found. `following` and
     `preceding` are where the parts after and before it begin; None: there is none."""
 
-    turns: Sequence[Turn]
+    turns: Sequence[ShownCall]
     start: int
     count: int
     following: int | None
@@ -178,7 +178,7 @@ async def call_details(request: Request, ui: Shown, session_id: str, call_id: st
     return page(request, "call.html", state=view.state, **describe_call(view, call_id))
 
 
-def cut_part(view: SessionView, wanted: CallFilter, start: int, at: str, thread_id: str) -> Part:
+def cut_part(view: SessionView, wanted: CallFilter, start: int, at: str, thread_id: str) -> ConversationPage:
     """Raises NotFound for an unknown call or thread."""
     conversation, thread = view.conversation, None
     if at or thread_id:
@@ -189,7 +189,7 @@ def cut_part(view: SessionView, wanted: CallFilter, start: int, at: str, thread_
         place = next((place for place, call in enumerate(calls) if call.call_id == at), 0)
         start = place // TURNS_ON_A_PAGE * TURNS_ON_A_PAGE
     end = start + TURNS_ON_A_PAGE
-    return Part(
+    return ConversationPage(
         [show_turn(view, call, with_forks=not wanted.narrows) for call in calls[start:end]],
         start,
         len(calls),

@@ -18,7 +18,7 @@ from proxy.rows import Built, build_rows, sampling_as_wire
 from proxy.services import Services
 from proxy.store.sessions import is_reference
 from proxy.store.states import Intent, SessionState
-from proxy.ui.conversation import CallSummary, Conversation, Turn, arrange, build_turn
+from proxy.ui.conversation import CallSummary, Conversation, ShownCall, arrange, build_turn
 from reconstruct.accounting import Settled
 from reconstruct.codec import decode
 from reconstruct.messages import reasoning_of
@@ -225,7 +225,7 @@ def _summarize(
     )
 
 
-def show_turn(view: SessionView, summary: CallSummary, *, with_forks: bool = True, **limit: int) -> Turn:
+def show_turn(view: SessionView, summary: CallSummary, *, with_forks: bool = True, **limit: int) -> ShownCall:
     forks = view.conversation.forks.get(summary.call_id, ()) if with_forks else ()
     return build_turn(view.calls[summary.call_id], summary, view.forest, forks, **limit)
 

@@ -1,7 +1,7 @@
 """Kind `command`: a command's exit code, or what it prints, is the reward.
 
 Exit codes 126 and 127 mean that the command could not be run: no reward, unless `exit_rewards` names them. Also here: running a command
-over what the agent left (`Command`, `run_command`), which other kinds use.
+over what the agent left (`GradingCommand`, `run_command`), which other kinds use.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class RunOptions(Options):
             raise ValueError("option 'timeout_reward' needs the option 'timeout_seconds'")
         return self
 
-    def build(self) -> Command:
-        return Command(
+    def build(self) -> GradingCommand:
+        return GradingCommand(
             self.command, self.env, self.workdir, self.files, self.timeout_seconds, self.timeout_reward, remove=self.remove
         )
 
@@ -140,7 +140,7 @@ class CommandEvaluator:
         return _score_number(options, command, done) if options.reward == "number" else _score_json(command, done)
 
 
-def _score_exit_code(options: CommandOptions, command: Command, done: Executed) -> Score:
+def _score_exit_code(options: CommandOptions, command: GradingCommand, done: Executed) -> Score:
     code, feedback = done.exit_code, shorten(read_output(done))
     if options.exit_rewards:
         rewards = {int(each): reward for each, reward in options.exit_rewards.items()}
@@ -152,7 +152,7 @@ def _score_exit_code(options: CommandOptions, command: Command, done: Executed) 
     return Score(1.0 if code == 0 else 0.0, feedback=feedback, metadata={"exit_code": code})
 
 
-def _score_number(options: CommandOptions, command: Command, done: Executed) -> Score:
+def _score_number(options: CommandOptions, command: GradingCommand, done: Executed) -> Score:
     printed, pattern = done.stdout.decode("utf-8", "replace"), options.pattern
     if pattern is None:
         found = [line for line in printed.splitlines() if line.strip()]
@@ -166,7 +166,7 @@ def _score_number(options: CommandOptions, command: Command, done: Executed) -> 
     return Score(reward, feedback=shorten(read_output(done)), metadata={"exit_code": done.exit_code})
 
 
-def _score_json(command: Command, done: Executed) -> Score:
+def _score_json(command: GradingCommand, done: Executed) -> Score:
     """The object is all of stdout, or its last line that is not blank: a command may print other things first."""
     printed = done.stdout.decode("utf-8", "replace").strip()
     for text in (printed, printed.rpartition("\n")[2]):
@@ -201,7 +201,7 @@ write, or made there."""
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class GradingCommand:
     """`remove` is removed and `files` are written just before it runs, over whatever the agent left there: what grades the agent must not
     be the agent's."""
 
@@ -218,7 +218,7 @@ class Command:
     remove: tuple[str, ...] = ()
 
 
-def check_time(command: Command, task: Task) -> None:
+def check_time(command: GradingCommand, task: Task) -> None:
     """Raises `BadEvaluator` if the evaluation would be cancelled before the command times out, so its reward could never be given."""
     seconds, budget = command.timeout_seconds, task.budgets.evaluation
     if command.timeout_reward is not None and seconds is not None and seconds >= budget:
@@ -231,7 +231,7 @@ def require_runtime(case: Case) -> Runtime:
     return case.runtime
 
 
-async def run_command(case: Case, command: Command) -> Executed:
+async def run_command(case: Case, command: GradingCommand) -> Executed:
     """Raises `EvaluationTimedOut` when its time is up, `EvaluationFailed`, and `RuntimeFailed`."""
     runtime = require_runtime(case)
     await clear(case, command.remove, [file.path for file in command.files])
@@ -270,14 +270,14 @@ def _list_parents(path: str) -> list[str]:
     return [] if folder in ("", "/", "//") else [*_list_parents(folder), folder]
 
 
-def score_timeout(command: Command, error: EvaluationTimedOut) -> Score:
+def score_timeout(command: GradingCommand, error: EvaluationTimedOut) -> Score:
     """The declared reward of a command that ran out of time. Raises `error` if none is declared."""
     if command.timeout_reward is None:
         raise error
     return Score(command.timeout_reward, feedback=shorten(str(error)), metadata={"timed_out": True})
 
 
-def describe(command: Command) -> str:
+def describe(command: GradingCommand) -> str:
     """The command's name in messages."""
     line = command.argv[-1] if command.argv[:2] == ("sh", "-c") else " ".join(command.argv)
     return "the command " + shorten(repr(line), 300)

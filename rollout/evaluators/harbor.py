@@ -31,7 +31,7 @@ from rollout.evaluators.base import (
     shorten,
 )
 from rollout.evaluators.command import (
-    Command,
+    GradingCommand,
     check_removable,
     check_time,
     clear,
@@ -75,13 +75,13 @@ class HarborOptions(Options):
     verifier_folder: Text = "/logs/verifier"
     """Where the reward files are written."""
 
-    def build(self) -> Command:
+    def build(self) -> GradingCommand:
         folder = self.tests_folder
         files = [
             File(join(folder, file.path), file.content, 0o755 if file.path.endswith(".sh") else file.mode)
             for file in self.tests
         ]
-        return Command(
+        return GradingCommand(
             # Through a shell, as in Harbor: it also runs a script without a shebang.
             argv=("sh", "-c", '"$0"', join(folder, SCRIPT)),
             env=self.env,

@@ -112,7 +112,7 @@ class LlmJudge:
         return Score(reward, feedback=shorten(verdict.reason), metadata=metadata)
 
 
-async def _ask(case: Case, options: JudgeOptions, question: str) -> tuple[Verdict, int]:
+async def _ask(case: Case, options: JudgeOptions, question: str) -> tuple[Judgement, int]:
     """The verdict, and the number of the try that gave it."""
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
     problem = ""
@@ -183,7 +183,7 @@ _WRITTEN_NUMBER = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*(?:/\s*\d+(?:\.\d+)?\s*)?"
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Judgement:
     """`score` is within the requested range."""
 
     score: float
@@ -204,7 +204,7 @@ def fence(name: str, text: str, mark: str) -> str:
     return f"<<< {name} {mark}\n{text}\n<<< end of {name} {mark}"
 
 
-def read_verdict(reply: str, minimum: float, maximum: float) -> Verdict:
+def read_verdict(reply: str, minimum: float, maximum: float) -> Judgement:
     """The last JSON object of `reply` that has a score. Raises `NoVerdict`."""
     answer = reply.rpartition("</think>")[2][-READ_CHARS:]
     found = [value for value in _find_objects(answer) if "score" in value]
@@ -214,7 +214,7 @@ def read_verdict(reply: str, minimum: float, maximum: float) -> Verdict:
     if not minimum <= score <= maximum:
         raise NoVerdict(f"the score {score:g} is not between {minimum:g} and {maximum:g}")
     reason = found[-1].get("reason")
-    return Verdict(score, reason if isinstance(reason, str) else "")
+    return Judgement(score, reason if isinstance(reason, str) else "")
 
 
 def _find_objects(text: str) -> list[dict[str, Any]]:

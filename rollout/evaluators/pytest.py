@@ -18,7 +18,7 @@ from pydantic import AfterValidator
 
 from rollout.evaluators.base import Argv, Case, EvaluationFailed, EvaluationTimedOut, Score, Texts, shorten
 from rollout.evaluators.command import (
-    Command,
+    GradingCommand,
     RunOptions,
     check_time,
     clear,
@@ -108,7 +108,9 @@ def _broke_off(results: Mapping[str, TestResult], scored: Score, done: Executed)
     return done.exit_code not in (0, 1) and ("" in results or scored.reward == 1.0)
 
 
-def _read_results(collected: Collected, report: Sequence[str], command: Command, done: Executed) -> dict[str, TestResult]:
+def _read_results(
+    collected: Collected, report: Sequence[str], command: GradingCommand, done: Executed
+) -> dict[str, TestResult]:
     files: dict[str, bytes] = {}
     for path in report:
         found = collected.below(path)

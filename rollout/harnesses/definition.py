@@ -17,11 +17,11 @@ from rollout.harnesses.prepared import (
     LIMITS,
     MOST_BYTES,
     BadDefinition,
-    Endpoint,
     NotTaken,
     OutsideHome,
     Prepared,
     PromptTooLong,
+    SessionAccess,
     UnknownField,
     check,
     fill,
@@ -146,7 +146,7 @@ class Harness:
 
     def prepare(
         self,
-        endpoint: Endpoint,
+        endpoint: SessionAccess,
         model: str,
         prompt: str | Sequence[str],
         home: Path,

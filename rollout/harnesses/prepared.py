@@ -27,7 +27,7 @@ MOST_BYTES = 128 * 1024 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class SessionAccess:
     """How to reach the session. `base_urls` are those of the response to `POST /sessions`."""
 
     base_urls: Mapping[str, str]

@@ -29,7 +29,7 @@ _VERSION = re.compile(rb"\d+(?:\.\d+)+")
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ProcessExit:
     """`exit_code` is a shell's: 128 + the signal that ended the harness."""
 
     exit_code: int
@@ -79,7 +79,7 @@ class HarnessProcess:
         else:
             self._kill_at = time.monotonic()
 
-    def wait(self, timeout_seconds: float | None = None) -> Ended:
+    def wait(self, timeout_seconds: float | None = None) -> ProcessExit:
         """Wait until the harness has ended, then kill the rest of its group. After `timeout_seconds` it is stopped."""
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         timed_out = False
@@ -94,7 +94,7 @@ class HarnessProcess:
         # The leader is gone; what it left running would keep the terminal, and call a closed session.
         self._signal(signal.SIGKILL)
         code = self._process.returncode
-        return Ended(code if code >= 0 else 128 - code, timed_out)
+        return ProcessExit(code if code >= 0 else 128 - code, timed_out)
 
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError, PermissionError):

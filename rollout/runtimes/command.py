@@ -44,7 +44,7 @@ class Sink(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ExecLimits:
     """`stdout` None keeps the last `KEPT_BYTES` and writes the log."""
 
     timeout_seconds: float
@@ -97,12 +97,12 @@ async def start_process(
         await process.wait()
 
 
-async def finish_process(process: Process, stdin: bytes, limits: Limits, send: Signal) -> Executed:
+async def finish_process(process: Process, stdin: bytes, limits: ExecLimits, send: Signal) -> Executed:
     """Runs the process to its end, as `run_bounded` does."""
     return await run_bounded(lambda stdout, stderr: _follow(process, stdin, stdout, stderr, send), limits, send)
 
 
-async def run_bounded(follow: Callable[[Sink, Sink], Coroutine[Any, Any, int]], limits: Limits, send: Signal) -> Executed:
+async def run_bounded(follow: Callable[[Sink, Sink], Coroutine[Any, Any, int]], limits: ExecLimits, send: Signal) -> Executed:
     """Follows a command to its end. On timeout, and when the caller is cancelled, `send` gets SIGTERM and, after the grace time, SIGKILL.
 
     `follow` feeds stdout and stderr to the two sinks and returns the exit code when the command has ended, at the latest soon after
@@ -113,7 +113,7 @@ async def run_bounded(follow: Callable[[Sink, Sink], Coroutine[Any, Any, int]], 
         logs = limits.logs
         paths = (logs.stdout, logs.stderr) if logs else (None, None)
         bound = logs.bound_bytes if logs else 0
-        outputs = [stack.enter_context(Output(KEPT_BYTES, path, bound)) for path in paths]
+        outputs = [stack.enter_context(OutputTail(KEPT_BYTES, path, bound)) for path in paths]
         stdout, stderr = limits.stdout or outputs[0], outputs[1]
         end = asyncio.ensure_future(follow(stdout, stderr))
         try:
@@ -228,7 +228,7 @@ def render_exports(env: Mapping[str, str]) -> list[str]:
 # Output
 
 
-class Output:
+class OutputTail:
     """One output stream: keeps its end in memory (at most `2 * kept_bytes` while it runs) and writes its beginning to a log file. Used in a
     `with` block."""
 

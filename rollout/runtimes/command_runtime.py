@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from rollout.runtimes.base import DiskFull, Executed, Logs, ProxyAddress, RuntimeFailed
-from rollout.runtimes.command import CannotPass, Limits
+from rollout.runtimes.command import CannotPass, ExecLimits
 from rollout.runtimes.disk import FILE_TOO_LARGE
 from rollout.runtimes.files import GZIP, GzipSink, check_archive, is_disk_full_message
 from rollout.task import Network, RuntimeSpec
@@ -39,14 +39,14 @@ the set-user-id or set-group-id bit, so they lose it here."""
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class RuntimeCommand:
     """`workdir` is absolute. `network` None: the command uses no network, so whatever is cheapest will do."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
     workdir: str
     stdin: bytes
-    limits: Limits
+    limits: ExecLimits
     network: Network | None
 
 
@@ -70,7 +70,7 @@ class CommandRuntime(ABC):
         """Raises `RuntimeFailed`."""
 
     @abstractmethod
-    async def _run_command(self, command: Command) -> Executed:
+    async def _run_command(self, command: RuntimeCommand) -> Executed:
         """Raises `RuntimeFailed`, `CannotPass`."""
 
     @abstractmethod
@@ -97,8 +97,8 @@ class CommandRuntime(ABC):
     ) -> Executed:
         place = posixpath.join(self.workdir, workdir) if workdir else self.workdir
         variables = {"HOME": self.home, "LANG": "C.UTF-8", "PWD": place, **(env or {})}
-        limits = Limits(timeout_seconds, logs, self._grace_seconds)
-        return await self._run(Command(argv, variables, place, stdin, limits, network or self._spec.network))
+        limits = ExecLimits(timeout_seconds, logs, self._grace_seconds)
+        return await self._run(RuntimeCommand(argv, variables, place, stdin, limits, network or self._spec.network))
 
     async def stop(self) -> None:
         running = [task for task in self._running - {asyncio.current_task()} if task]
@@ -108,7 +108,7 @@ class CommandRuntime(ABC):
         if self._claimed:
             await self._remove()
 
-    async def _run(self, command: Command) -> Executed:
+    async def _run(self, command: RuntimeCommand) -> Executed:
         task = asyncio.current_task()
         self._running.add(task)
         try:
@@ -118,9 +118,9 @@ class CommandRuntime(ABC):
         finally:
             self._running.discard(task)
 
-    async def _run_bare(self, argv: Sequence[str], stdin: bytes = b"", limits: Limits | None = None) -> Executed:
+    async def _run_bare(self, argv: Sequence[str], stdin: bytes = b"", limits: ExecLimits | None = None) -> Executed:
         """Runs argv in /, with nothing of the task's own."""
-        return await self._run(Command(argv, _FILE_ENVIRONMENT, "/", stdin, limits or Limits(TIMEOUT_SECONDS), None))
+        return await self._run(RuntimeCommand(argv, _FILE_ENVIRONMENT, "/", stdin, limits or ExecLimits(TIMEOUT_SECONDS), None))
 
     async def upload(self, path: str, content: bytes, *, mode: int = 0o644) -> None:
         target = self._resolve(path)
@@ -137,7 +137,7 @@ class CommandRuntime(ABC):
         names = [self._relativize(path) for path in paths]
         sink = GzipSink(bound_bytes)
         argv = ("sh", "-c", _DOWNLOAD, "download", self.workdir, *names)
-        done = await self._run_bare(argv, limits=Limits(TIMEOUT_SECONDS, stdout=sink))
+        done = await self._run_bare(argv, limits=ExecLimits(TIMEOUT_SECONDS, stdout=sink))
         # tar exits with 1 if a file changed while it was read.
         if done.exit_code != 1:
             _check(f"{', '.join(paths)} cannot be read", done)

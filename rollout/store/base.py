@@ -33,7 +33,7 @@ class NoSuchTask(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class RolloutCounts:
     """Rollouts of a task by state; `usable`: ended ones with a reward that a trainer may get."""
 
     by_status: Mapping[Status, int]
@@ -59,7 +59,7 @@ class TaskState:
     status: str
     created_at: float
     ended_at: float | None = None
-    counts: Counts = Counts({})
+    counts: RolloutCounts = RolloutCounts({})
     callback: Callback | None = None
     lacks: str | None = None
     """What its waiting rollouts require and no node has."""

@@ -12,7 +12,18 @@ import msgspec
 
 from rollout.attempts import ENDED, UNDER_WAY, AttemptId, FailureRecord, RolloutState, Status, Verdict
 from rollout.store import keys
-from rollout.store.base import Callback, Counts, Event, NodeState, NoSuchTask, TaskConflict, TaskState, decode, encode, outline
+from rollout.store.base import (
+    Callback,
+    Event,
+    NodeState,
+    NoSuchTask,
+    RolloutCounts,
+    TaskConflict,
+    TaskState,
+    decode,
+    encode,
+    outline,
+)
 from rollout.store.keys import Argument, Connection, Script, read_time
 from rollout.task import Task
 
@@ -240,7 +251,7 @@ def parse_task(fields: Fields) -> TaskState:
         status=fields["status"].decode(),
         created_at=float(fields["created_at"]),
         ended_at=_number(fields.get("ended_at")),
-        counts=Counts({status: count for status, count in counts.items() if count}, int(fields.get("usable", b"0"))),
+        counts=RolloutCounts({status: count for status, count in counts.items() if count}, int(fields.get("usable", b"0"))),
         callback=_parse_callback(fields),
         lacks=fields["lacks"].decode() if "lacks" in fields else None,
     )

@@ -13,7 +13,7 @@ from benchmarks.paced_load import Plan, Seen, open_streams
 from benchmarks.processes import connection_to, request
 from benchmarks.replies import Size, answers, plugin_steps
 from benchmarks.streams import figures, tables
-from proxy.engine.in_vllm.frames import Done, Ended, FrameDecoder, Piece, Planned, read_ids
+from proxy.engine.in_vllm.frames import DoneFrame, EndFrame, FrameDecoder, PieceFrame, PlanFrame, read_ids
 
 ASKED = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
 
@@ -53,16 +53,16 @@ def test_the_plugin_s_frames_are_read_as_the_service_reads_them_one_token_at_a_t
     assert b"".join(steps) == answers(size, stream=True)["sample.frames"]
     frames = [FrameDecoder().feed(step) for step in steps]
     assert [[type(frame) for frame in step] for step in frames] == [
-        [Planned, Piece],
-        [Piece],
-        [Piece],
-        [Piece],
-        [Piece, Ended, Done],
+        [PlanFrame, PieceFrame],
+        [PieceFrame],
+        [PieceFrame],
+        [PieceFrame],
+        [PieceFrame, EndFrame, DoneFrame],
     ]
-    (plan,) = (frame for frame in frames[0] if isinstance(frame, Planned))
+    (plan,) = (frame for frame in frames[0] if isinstance(frame, PlanFrame))
     assert len(read_ids(plan.tail)) == plan.shared == 10
     whole = FrameDecoder().feed(answers(size, stream=False)["sample.frames"])
-    assert [type(frame) for frame in whole] == [Planned, Piece, Ended, Done]
+    assert [type(frame) for frame in whole] == [PlanFrame, PieceFrame, EndFrame, DoneFrame]
 
 
 def test_derender_returns_a_word_for_each_id_of_a_step_or_of_the_whole_reply() -> None:

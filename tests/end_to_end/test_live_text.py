@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from proxy.dialects.base import Request
-from proxy.engine.apis.base import Job
+from proxy.engine.apis.base import SamplingJob
 from proxy.engine.apis.reply import Assembly, plain_message
 from proxy.engine.apis.vllm_reply import LiveText, Parser
 from proxy.engine.in_vllm.launch import VllmServer
@@ -103,7 +103,7 @@ async def _both(
     request = {"model": "policy", "messages": [{"role": "user", "content": "q"}], "tools": TOOLS}
     canonical = Request("chat", "policy", [], tools=TOOLS)
     canonical._messages = request["messages"]  # type: ignore[assignment]
-    parser = Parser(http, replica, Job("x", canonical, {}, CancelScope("s", "x"), prompt_ids=pack_ids([1, 2, 3])))
+    parser = Parser(http, replica, SamplingJob("x", canonical, {}, CancelScope("s", "x"), prompt_ids=pack_ids([1, 2, 3])))
     live, told, pieces = LiveText(0), Assembly(0), 0
     for part in parts[:-1]:
         live.pending.extend(part)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rollout.harnesses.catalogue import load
 from rollout.harnesses.limits import UNKNOWN, Limits
-from rollout.harnesses.prepared import Endpoint, build_environment, fill
+from rollout.harnesses.prepared import SessionAccess, build_environment, fill
 from tests.harnesses.installed import folder_of
 from tests.harnesses.player import Step, ToolCall
 
@@ -110,7 +110,7 @@ def run(
     group is ended."""
     home = workdir.with_name("home")
     home.mkdir()
-    endpoint = Endpoint({"openai": f"{address}/v1", "anthropic": address, "gemini": address}, key)
+    endpoint = SessionAccess({"openai": f"{address}/v1", "anthropic": address, "gemini": address}, key)
     prepared = load(cli.harness).prepare(endpoint, MODEL, prompt, home, workdir=workdir, limits=limits)
     prepared.write(home)
     at_home(home)

@@ -104,8 +104,8 @@ FAULTS = (
     ),
     Fault(
         "A prompt that shares only a part of its parent's ids is put behind all of them.",
-        "    return Place(parent_id, reason, base if shared else None, shared, prompt_ids[shared:], own)\n",
-        "    return Place(parent_id, reason, base if shared else None, shared, prompt_ids[shared + 1 :], own)\n",
+        "    return TreePosition(parent_id, reason, base if shared else None, shared, prompt_ids[shared:], own)\n",
+        "    return TreePosition(parent_id, reason, base if shared else None, shared, prompt_ids[shared + 1 :], own)\n",
         _FLOW + "'turn_two or interleaved'",
     ),
     Fault(

@@ -197,7 +197,7 @@ FAULTS = (
     ),
     Fault(
         "Thinking that the template no longer shows is trained as context, though nobody asked for that.",
-        '    if hidden and not retain_thinking:\n        return Refusal("thinking_dropped")\n    if hidden or',
+        '    if hidden and not retain_thinking:\n        return Unproven("thinking_dropped")\n    if hidden or',
         "    retain_thinking = True\n    if hidden or",
         _BRIDGE,
     ),

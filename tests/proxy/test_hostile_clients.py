@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from proxy.call import door as parsing_module
 from proxy.call.door import LARGE_BYTES, REST_FACTOR, SMALL_BYTES, Parsing
 from proxy.call.http import BodyRoom, read_body
-from proxy.call.tree import Draft, SessionTree, SessionTrees
+from proxy.call.tree import Draft, SessionCache
+from proxy.call.tree import Session as SessionTree
 from proxy.dialects import fields
 from proxy.dialects.base import MAX_SEALED_BYTES, Incoming, ParsedMessage, Past, Request, Seals, seal
 from proxy.dialects.catalogue import dialects
@@ -59,9 +60,9 @@ def post(service: RunningService, session: Session, path: str, body: Any) -> htt
     return plain_http.post(f"{service.url}/s/{session.session_id}{path}", content=json.dumps(body), headers=headers)
 
 
-def trees_of(service: RunningService) -> SessionTrees:
+def trees_of(service: RunningService) -> SessionCache:
     app: Any = service._server.config.app
-    trees: SessionTrees = app._services.trees
+    trees: SessionCache = app._services.trees
     return trees
 
 

@@ -28,7 +28,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from reconstruct.prompt import Bridge, Refusal, Rendering, Reply, derive, turn_end
+from reconstruct.prompt import Bridge, Rendering, SampledReply, Unproven, derive, turn_end
 from reconstruct.records import Ids, pack_ids
 from tests.support.engine.template_families import CORPUS, plain_messages
 
@@ -222,9 +222,9 @@ class Chat:
             # Gemma's renderer takes no tool result without its call.
             return pack_ids([])
 
-    def ours(self, history: Sequence[Message], reply: Reply, tail: Sequence[Message], tools: Any) -> Bridge | Refusal:
+    def ours(self, history: Sequence[Message], reply: SampledReply, tail: Sequence[Message], tools: Any) -> Bridge | Unproven:
         outcome = self.run(derive(history, reply, tail, self.close, retain_thinking=self.retain), tools)
-        assert isinstance(outcome, Bridge | Refusal)
+        assert isinstance(outcome, Bridge | Unproven)
         return outcome
 
     def theirs(self, prompt: Ids, said: Ids, tail: Sequence[Message], tools: Any) -> Ids | None:
@@ -324,8 +324,8 @@ def compare(chat: Chat, seed: int) -> str:
     reply, said = sampled(chat, one, prompt)
     whole = chat.render([*one.history, reply, *one.tail], one.tools, True)
     theirs = chat.theirs(prompt, said, one.tail, one.tools)
-    outcome = chat.ours(one.history, Reply(reply, said, not one.cut), one.tail, one.tools)
-    if isinstance(outcome, Refusal):
+    outcome = chat.ours(one.history, SampledReply(reply, said, not one.cut), one.tail, one.tools)
+    if isinstance(outcome, Unproven):
         assert theirs is None or not np.array_equal(theirs, whole), f"seed {seed}: refused as {outcome.reason}"
         return "neither" if theirs is None else f"only theirs: {outcome.reason}"
     ours = np.concatenate((prompt, said, outcome.ids))

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reconstruct.messages import split_thought
-from reconstruct.prompt import Bridge, Refusal, Rendering, Reply, derive, turn_end
+from reconstruct.prompt import Bridge, Rendering, SampledReply, Unproven, derive, turn_end
 from reconstruct.records import Ids, pack_ids
 
 Message = dict[str, Any]
@@ -246,7 +246,7 @@ def bridge(
     retain: bool = False,
 ) -> list[int] | str:
     """The bridge's ids, or the reason why there is none."""
-    told = Reply(reply, pack_ids(sampled), closed)
+    told = SampledReply(reply, pack_ids(sampled), closed)
     outcome = run(derive(history, told, tail, close_of(family), retain_thinking=retain), family)
     return outcome.ids.tolist() if isinstance(outcome, Bridge) else outcome.reason
 
@@ -255,7 +255,7 @@ def bridge_and_end(
     family: Family, history: Sequence[Message], reply: Message, sampled: Sequence[int], tail: Sequence[Message]
 ) -> tuple[list[int], bool]:
     """The bridge's ids, and whether they declare a turn end of the template's. The turn end is looked for."""
-    outcome = run(derive(history, Reply(reply, pack_ids(sampled), True), tail, None, retain_thinking=False), family)
+    outcome = run(derive(history, SampledReply(reply, pack_ids(sampled), True), tail, None, retain_thinking=False), family)
     assert isinstance(outcome, Bridge), outcome
     return outcome.ids.tolist(), outcome.adds_end
 
@@ -412,7 +412,7 @@ def test_a_turn_that_the_model_ended_with_another_of_its_end_tokens_keeps_it_and
 def test_only_a_turn_end_that_the_model_did_not_choose_is_declared() -> None:
     for sampled in ([ord("a"), END], [ord("a") + ODD, END]):
         assert bridge_and_end(CHATML, [user()], assistant(), sampled, [user("v")])[1] is False
-    cut = Reply(assistant(), pack_ids([ord("a") + ODD]), False)
+    cut = SampledReply(assistant(), pack_ids([ord("a") + ODD]), False)
     outcome = run(derive([user()], cut, [user("v")], None, retain_thinking=False), CHATML)
     assert isinstance(outcome, Bridge) and not outcome.adds_end
 
@@ -531,9 +531,9 @@ def test_a_made_up_dialogue_that_the_template_does_not_take_proves_nothing() -> 
         return [] if any(message["content"] == "x" for message in messages) else chatml(messages, generate)
 
     family = Family(strict, stop_at(END))
-    told = Reply(assistant(), pack_ids([ord("a") + ODD, END]), True)
+    told = SampledReply(assistant(), pack_ids([ord("a") + ODD, END]), True)
     outcome = run(derive([user()], told, [user("v")], pack_ids([END, NEWLINE]), retain_thinking=False), family)
-    assert isinstance(outcome, Refusal) and outcome.reason == "turn_end_unknown"
+    assert isinstance(outcome, Unproven) and outcome.reason == "turn_end_unknown"
 
 
 @pytest.mark.parametrize("spelling", [list, respell], ids=["canonical", "split otherwise"])
@@ -812,7 +812,7 @@ def test_a_known_rendering_of_the_parents_request_spares_asking_for_it(
 ) -> None:
     at = max(at for at, message in enumerate(messages) if message["role"] == "assistant")
     history, reply, tail = messages[:at], messages[at], messages[at + 1 :]
-    told = Reply(reply, pack_ids(said(family, reply, tail)), True)
+    told = SampledReply(reply, pack_ids(said(family, reply, tail)), True)
     outcomes = []
     for asked in (None, pack_ids(family.render(history, True))):
         steps = derive(history, told, tail, close_of(family), retain_thinking=retain, asked=asked)
@@ -824,13 +824,13 @@ def test_a_known_rendering_of_the_parents_request_spares_asking_for_it(
 def test_a_reply_in_the_templates_own_ids_costs_one_rendering_and_one_in_others_two_more() -> None:
     """The whole request; then, at once, the same with another reply and with another tail."""
     asked = pack_ids(chatml([user()], True))
-    told = Reply(assistant(), pack_ids([ord("a"), END]), True)
+    told = SampledReply(assistant(), pack_ids([ord("a"), END]), True)
     steps = derive([user()], told, [user("v")], close_of(CHATML), retain_thinking=False, asked=asked)
     wanted = next(steps)
     assert [(len(one.messages), one.add_generation_prompt) for one in wanted] == [(3, True)]
     with pytest.raises(StopIteration):
         steps.send([pack_ids(chatml(one.messages, one.add_generation_prompt)) for one in wanted])
-    told = Reply(assistant(), pack_ids([ord("a") + ODD, END]), True)
+    told = SampledReply(assistant(), pack_ids([ord("a") + ODD, END]), True)
     steps = derive([user()], told, [user("v")], close_of(CHATML), retain_thinking=False, asked=asked)
     wanted = steps.send([pack_ids(chatml(one.messages, one.add_generation_prompt)) for one in next(steps)])
     assert [(len(one.messages), one.add_generation_prompt) for one in wanted] == [(3, True), (3, True)]

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.call.answer import Afterwork
+from proxy.call.answer import FailureNotes
 from proxy.errors import BudgetExhausted, EngineFailed, StoreUnavailable
 from proxy.store.connection import StoreConnection
 from proxy.store.states import Unserved
@@ -513,7 +513,7 @@ async def test_a_call_that_the_store_failed_is_noted_once_that_is_back(monkeypat
             noted.append(unserved)
 
     turn: Any = SimpleNamespace(scope=SimpleNamespace(cancelled=False), call_id="c", session_id="s")
-    afterwork = Afterwork(Store(), asyncio.Event())  # type: ignore[arg-type]
+    afterwork = FailureNotes(Store(), asyncio.Event())  # type: ignore[arg-type]
     for error in (EngineFailed("broke"), StoreUnavailable("away")):
         turn.session_id = error.code
         await afterwork.note_unserved(turn, error)
@@ -536,7 +536,7 @@ async def test_of_calls_that_the_store_failed_the_last_of_a_session_is_noted_by_
 
     turn: Any = SimpleNamespace(scope=SimpleNamespace(cancelled=False), call_id="c", session_id="s")
     stopping = asyncio.Event()
-    afterwork = Afterwork(Store(), stopping)  # type: ignore[arg-type]
+    afterwork = FailureNotes(Store(), stopping)  # type: ignore[arg-type]
     stopping.set()
     for message in ("first", "second", "third"):
         await afterwork.note_unserved(turn, StoreUnavailable(message))

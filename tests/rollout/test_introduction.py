@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from cli import control as token_of
-from cli.control import Control, Declined
+from cli.control import CommandClient, Declined
 from cli.node import await_admission, await_listing
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 from cli.rollout_store import RolloutConnection
 from proxy.store.connection import StoreConnection
 from rollout.runtimes.local.runtime import LocalKind
@@ -52,7 +52,7 @@ async def test_a_node_is_let_in_with_a_token_of_its_own_or_the_admins(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, NODE if variable == token_of.NODE else ADMIN)
     with serving_tasks(redis_server.url) as service:
-        control = Control(service.url, variables=(token_of.NODE, token_of.ADMIN))
+        control = CommandClient(service.url, variables=(token_of.NODE, token_of.ADMIN))
         await await_admission(control)
         if variable == token_of.NODE:
             for path in ("/tasks", "/sessions"):
@@ -93,7 +93,7 @@ async def test_a_service_that_is_away_is_waited_for(redis_server: RedisServer, c
     with serving_tasks(redis_server.url) as first:
         url, adding = first.url, first.adding
     port = int(url.rpartition(":")[2])
-    waiting = asyncio.create_task(await_admission(Control(url, ADMIN)))
+    waiting = asyncio.create_task(await_admission(CommandClient(url, ADMIN)))
     with kept(port):
         async with asyncio.timeout(SECONDS):
             while "no rollouts are taken yet: no service at" not in caplog.text and not waiting.done():
@@ -127,8 +127,8 @@ def test_a_node_writes_its_log_as_json_where_it_is_told_to(redis_server: RedisSe
 
 
 async def test_what_is_no_service_is_not_waited_for() -> None:
-    with pytest.raises(Refusal):
-        await await_admission(Control("ftp://127.0.0.1:9", ADMIN))
+    with pytest.raises(CommandError):
+        await await_admission(CommandClient("ftp://127.0.0.1:9", ADMIN))
 
 
 async def test_a_node_that_the_service_does_not_see_says_so_once(
@@ -139,7 +139,7 @@ async def test_a_node_that_the_service_does_not_see_says_so_once(
     connection = StoreConnection(redis_server.url)
     try:
         with serving_tasks(redis_server.url) as service:
-            looking = asyncio.create_task(await_listing(Control(service.url, ADMIN), "n", patience_seconds=0))
+            looking = asyncio.create_task(await_listing(CommandClient(service.url, ADMIN), "n", patience_seconds=0))
             async with asyncio.timeout(SECONDS):
                 while "does not list this node" not in caplog.text:
                     await asyncio.sleep(0.02)

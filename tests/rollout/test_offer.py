@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollout.offer import Offer
+from rollout.offer import WorkingKinds
 from rollout.runtimes.base import NoRoom, ProxyAddress, RuntimeFailed
 from rollout.runtimes.local.runtime import LocalKind, LocalRuntime
 from rollout.runtimes.settings import SYSTEM_PATH, RuntimeSettings
@@ -107,7 +107,7 @@ class Kind:
 async def test_a_runtime_that_cannot_be_made_where_its_kind_works_keeps_the_node_from_nothing() -> None:
     """Its image may not exist."""
     kind: Any = Kind()
-    offer = Offer({"local": kind})
+    offer = WorkingKinds({"local": kind})
     for _ in range(3):
         assert not await offer.doubt("local", node_failed=False)
     assert offer.choose(["local"]) == offer.working == {"local"}
@@ -116,7 +116,7 @@ async def test_a_runtime_that_cannot_be_made_where_its_kind_works_keeps_the_node
 async def test_a_kind_that_failed_is_left_out_then_tried_by_one_attempt_and_then_trusted() -> None:
     kind: Any = Kind()
     other: Any = Kind()
-    offer = Offer({"local": kind, "docker": other})
+    offer = WorkingKinds({"local": kind, "docker": other})
     kind.lack = "bwrap is missing"
     assert await offer.doubt("local", node_failed=False)
     assert offer.choose([]) == offer.working == {"docker"}
@@ -132,7 +132,7 @@ async def test_a_kind_that_failed_is_left_out_then_tried_by_one_attempt_and_then
 
 async def test_an_attempt_that_gets_further_ends_the_pause_of_its_kind() -> None:
     kind: Any = Kind()
-    offer = Offer({"local": kind})
+    offer = WorkingKinds({"local": kind})
     assert not await offer.doubt("local", node_failed=True)
     assert offer.choose([]) == frozenset()
     offer.trust("local")

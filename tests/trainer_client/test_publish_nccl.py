@@ -23,7 +23,7 @@ from tests.support.service.verbatim_process import environment
 from trainer_client.client import TrainerClient
 from trainer_client.errors import UnpublishableWeights, VersionConflict
 from trainer_client.publish import ReplicaFailed
-from trainer_client.publish_nccl import Control, NcclPublisher
+from trainer_client.publish_nccl import NcclPublisher, NcclSync
 
 WHERE = {"master_address": "127.0.0.1", "master_port": 29600, "packed": True}
 
@@ -53,7 +53,7 @@ class Network:
         self.opened: list[dict[str, Any]] = []
         self.shaped: list[ShapedSender] = []
 
-    def open(self, init: dict[str, Any], control: Control, weights: Any) -> Any:
+    def open(self, init: dict[str, Any], control: NcclSync, weights: Any) -> Any:
         """vLLM's sender, joined to nobody."""
         require_vllm()
         from vllm.distributed.weight_transfer.base import ModuleSource
@@ -71,7 +71,7 @@ class Network:
         self.opened.append(init)
         return Sender(client=control, source=ModuleSource(weights))
 
-    def open_shaped(self, init: dict[str, Any], control: Control, weights: Any) -> ShapedSender:
+    def open_shaped(self, init: dict[str, Any], control: NcclSync, weights: Any) -> ShapedSender:
         control.init_weight_transfer_engine({name: value for name, value in init.items() if name != "rank"})
         self.shaped.append(ShapedSender(self, control, weights))
         return self.shaped[-1]
@@ -101,7 +101,7 @@ class ShapedSender:
         def metadata(self) -> list[Described]:
             return [Described(name, each.dtype, tuple(each.shape)) for name, each in self._module.named_parameters()]
 
-    def __init__(self, network: Network, client: Control, weights: torch.nn.Module) -> None:
+    def __init__(self, network: Network, client: NcclSync, weights: torch.nn.Module) -> None:
         self.source = self.Source(weights)
         self._network = network
         self._client = client

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cli.audit import recompute_logprobs
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 from examples.demo.tiny_model import make_tiny_model
 from reconstruct.records import pack_logprobs
 from tests.support.sessions.pictures import COUNTS, SIZES, Album, Sighted, picture, seen_row, three_rows
@@ -194,5 +194,5 @@ def test_an_audit_recomputes_rows_with_their_pixels(sighted: Sighted, tmp_path: 
         (found,) = recompute_logprobs(rows, [str(sighted.folder)], media=batch.media, trees=trees).values()
         assert found.tokens == sum(int(row.loss_mask.sum()) for row in rows) and found.largest < TOLERANCE
     blind = make_tiny_model(tmp_path, layers=1, hidden_size=64)
-    with pytest.raises(Refusal, match="is a model that sees none"):
+    with pytest.raises(CommandError, match="is a model that sees none"):
         recompute_logprobs(rows, [str(blind)], media=batch.media)

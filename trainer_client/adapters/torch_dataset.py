@@ -43,7 +43,7 @@ def by_grpo(batch: Batch) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class LeasePart:
     """One of the `parts` that the batch of a lease was cut into."""
 
     lease_id: str
@@ -51,9 +51,9 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BatchShare:
     data: Microbatch
-    share: Share
+    share: LeasePart
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,12 @@ class _Desk:
         self.client.close()
 
 
-class LeasedRows(IterableDataset[Part]):
+class LeasedRows(IterableDataset[BatchShare]):
     """`cut` splits a leased batch into parts (Rows, Padded or Packed of `microbatches`); `advantages` are computed over the whole
     batch first, None: not at all. `terms` as for `TrainerClient.lease`, with `max_groups` 1 by default. `wait_seconds` is how long
     one request waits, and so how long a worker may take to notice that the loop has ended.
 
-    Iterate over `loader`. Iterating over the dataset itself yields `Part`s, for your own DataLoader with `batch_size=None`.
+    Iterate over `loader`. Iterating over the dataset itself yields `BatchShare`s, for your own DataLoader with `batch_size=None`.
     Not thread-safe."""
 
     def __init__(
@@ -95,7 +95,7 @@ class LeasedRows(IterableDataset[Part]):
         self._desk: _Desk | None = None
         self._stop: Any = None
         self._loop: Iterator[Microbatch] | None = None
-        self._yielded: list[Share] = []
+        self._yielded: list[LeasePart] = []
         self._acked: Counter[str] = Counter()
 
     def loader(self, num_workers: int = 0, *, ack: AckWhen = "call", **options: Any) -> Iterator[Microbatch]:
@@ -108,7 +108,7 @@ class LeasedRows(IterableDataset[Part]):
         self._loop = self._microbatches(num_workers, ack, options)
         return self._loop
 
-    def ack(self, *parts: Part) -> None:
+    def ack(self, *parts: BatchShare) -> None:
         """Mark these parts, or everything `loader` has yielded, as trained on, and acknowledge leases whose parts all are.
 
         Raises LeaseLost, after acknowledging the others: another trainer will train on those rows again."""
@@ -131,7 +131,7 @@ class LeasedRows(IterableDataset[Part]):
             self._desk.close()
             self._desk = None
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[BatchShare]:
         with self._leasing() as desk:
             for batch in desk.client.batches(wait_seconds=self._wait_seconds, keep=False, stop=self._is_stopped, **self._terms):
                 yield from self._split(desk.leases, batch)
@@ -146,7 +146,7 @@ class LeasedRows(IterableDataset[Part]):
         # Sent to workers: connections, threads and acknowledgements belong to the process that made them.
         return self.__dict__ | {"_desk": None, "_loop": None, "_yielded": [], "_acked": Counter()}
 
-    def _split(self, leases: HeldLeases, batch: Batch) -> Iterator[Part]:
+    def _split(self, leases: HeldLeases, batch: Batch) -> Iterator[BatchShare]:
         lease_id = str(batch.lease_id)
         leases.hold(lease_id)
         parts = self.cut(batch, None if self.advantages is None else self.advantages(batch))
@@ -155,7 +155,7 @@ class LeasedRows(IterableDataset[Part]):
         for data in parts:
             if self._is_stopped():
                 return
-            yield Part(data, Share(lease_id, len(parts)))
+            yield BatchShare(data, LeasePart(lease_id, len(parts)))
 
     def _microbatches(self, num_workers: int, ack: AckWhen, options: dict[str, Any]) -> Iterator[Microbatch]:
         # An event of the spawn context can be sent to workers however they are started.
@@ -208,7 +208,7 @@ class LeasedRows(IterableDataset[Part]):
             self._loop = None
 
 
-def _drain(parts: Iterator[Part]) -> None:
+def _drain(parts: Iterator[BatchShare]) -> None:
     """Wait until every worker has given back its leases: the DataLoader alone would terminate it after five seconds."""
     try:
         for _ in parts:

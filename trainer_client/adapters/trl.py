@@ -30,7 +30,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from trainer_client.adapters.microbatches import Rows
-from trainer_client.adapters.torch_dataset import LeasedRows, Part
+from trainer_client.adapters.torch_dataset import BatchShare, LeasedRows
 from trainer_client.arrays import PackedBatch
 from trainer_client.client import Mode, TrainerClient
 from trainer_client.errors import ClientClosed, UnpublishableWeights, VersionConflict
@@ -125,10 +125,10 @@ class LeasedGRPOTrainer(GRPOTrainer):
         if not isinstance(rows.cut, Rows) or rows.advantages is None:
             raise ValueError("the rows must be split by `Rows` and have advantages")
         self._rows = rows
-        self._leased: Iterator[Part] = iter(())
-        self._batch: list[Part] = []
+        self._leased: Iterator[BatchShare] = iter(())
+        self._batch: list[BatchShare] = []
         self._pixels: dict[str, Any] = {}
-        self._untrained: deque[tuple[int, list[Part]]] = deque()
+        self._untrained: deque[tuple[int, list[BatchShare]]] = deque()
         callbacks = [*(options.pop("callbacks", None) or ()), *([publish] if publish else [])]
         super().__init__(
             model=model,
@@ -156,7 +156,7 @@ class LeasedGRPOTrainer(GRPOTrainer):
 
     def ack_trained(self) -> None:
         """Ack the rows whose last use has passed. Raises LeaseLost."""
-        trained: list[Part] = []
+        trained: list[BatchShare] = []
         while self._untrained and self._untrained[0][0] <= self._step:
             trained += self._untrained.popleft()[1]
         # No process may ack before the main one has published.
@@ -248,7 +248,7 @@ def rollouts_of(rows: Sequence[PackedBatch]) -> dict[str, list[Any]]:
     }
 
 
-def _rows(parts: Sequence[Part]) -> list[PackedBatch]:
+def _rows(parts: Sequence[BatchShare]) -> list[PackedBatch]:
     return [part.data for part in parts]  # type: ignore[misc]
 
 

@@ -29,7 +29,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from trainer_client.adapters.microbatches import Rows
-from trainer_client.adapters.torch_dataset import LeasedRows, Part
+from trainer_client.adapters.torch_dataset import BatchShare, LeasedRows
 from trainer_client.client import Mode, TrainerClient
 from trainer_client.errors import ClientClosed, VersionConflict
 
@@ -139,8 +139,8 @@ class _LeasedRollouts:
         self.trained = 0
         """Rows trained since the last ack."""
         self._rows = rows
-        self._leased: Iterator[Part] = iter(())
-        self._taken: deque[Part] = deque()
+        self._leased: Iterator[BatchShare] = iter(())
+        self._taken: deque[BatchShare] = deque()
         self._trainer_version = 0
         self._groups: tuple[Any, int] = (None, -1)
 
@@ -176,7 +176,7 @@ class _LeasedRollouts:
     def qsize(self) -> int:
         return 0
 
-    def _sample(self, part: Part) -> RolloutSample:
+    def _sample(self, part: BatchShare) -> RolloutSample:
         row: Any = part.data
         group = (part.share.lease_id, int(row.group_index[0]))
         if group != self._groups[0]:

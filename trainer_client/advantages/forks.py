@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 from reconstruct.media import Media, overlapping
 from reconstruct.trajectory import Trajectory
 from reconstruct.values import Value, estimate
-from trainer_client.advantages.outcome import Advantages, Rollouts
+from trainer_client.advantages.outcome import Advantages, RolloutIndex
 from trainer_client.advantages.turns import Turns
 
 Floats = NDArray[np.float64]
@@ -62,7 +62,7 @@ def vine(
     Source: Kazemnejad et al., "VinePPO: Refining Credit Assignment in RL Training of LLMs", arXiv:2410.01679: there every step of a
     rollout is a pivot, and A = r + V(next) - V, undiscounted.
     """
-    table = Rollouts.of(rewards, group_index, rollout_index)
+    table = RolloutIndex.of(rewards, group_index, rollout_index)
     states, groups = _Samples(_collect_samples(rows, table)), _Samples(_collect_groups(table))
     lengths = sorted({pivot for row in rows if (pivot := _find_pivot(row)) is not None})
     value, error = np.full(len(turns.row), np.nan), np.full(len(turns.row), np.nan)
@@ -100,7 +100,7 @@ def branch_gains(
     tree-level channel. There states and actions are clusters of parsed shell commands, here they are exact; its gate and its
     fusion with the other two channels are left out.
     """
-    table = Rollouts.of(rewards, group_index, rollout_index)
+    table = RolloutIndex.of(rewards, group_index, rollout_index)
     gains = np.zeros(len(turns.row))
     for group in range(len(table.size)):
         mine = np.flatnonzero(table.group[table.rollout_of_row[turns.row]] == group)
@@ -170,7 +170,7 @@ class _Samples:
         return self._known[key, own]
 
 
-def _collect_samples(rows: Sequence[Trajectory], table: Rollouts) -> dict[Hashable, dict[int, float]]:
+def _collect_samples(rows: Sequence[Trajectory], table: RolloutIndex) -> dict[Hashable, dict[int, float]]:
     found: dict[Hashable, dict[int, float]] = {}
     for row, rollout in zip(rows, table.rollout_of_row.tolist(), strict=True):
         if (pivot := _find_pivot(row)) is not None:
@@ -179,7 +179,7 @@ def _collect_samples(rows: Sequence[Trajectory], table: Rollouts) -> dict[Hashab
     return found
 
 
-def _collect_groups(table: Rollouts) -> dict[Hashable, dict[int, float]]:
+def _collect_groups(table: RolloutIndex) -> dict[Hashable, dict[int, float]]:
     found: dict[Hashable, dict[int, float]] = {}
     for rollout, (group, reward) in enumerate(zip(table.group.tolist(), table.reward.tolist(), strict=True)):
         found.setdefault(group, {})[rollout] = reward
@@ -217,7 +217,7 @@ def _group_by_state(turns: Turns, rows: Sequence[Trajectory], chosen: NDArray[np
     return found
 
 
-def _rollouts_of(table: Rollouts, turns: Turns, at: Sequence[int]) -> NDArray[np.int64]:
+def _rollouts_of(table: RolloutIndex, turns: Turns, at: Sequence[int]) -> NDArray[np.int64]:
     return np.unique(table.rollout_of_row[turns.row[at]])
 
 

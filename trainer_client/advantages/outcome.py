@@ -18,7 +18,7 @@ def grpo(rewards: ArrayLike, group_index: ArrayLike, rollout_index: ArrayLike, *
     The deviation is the sample's (n - 1). Source: Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning
     in Open Language Models", arXiv:2402.03300, section 4.1 (outcome supervision).
     """
-    table = Rollouts.of(rewards, group_index, rollout_index)
+    table = RolloutIndex.of(rewards, group_index, rollout_index)
     mean = table.group_sum(table.reward) / table.size
     spread = np.sqrt(table.group_sum((table.reward - mean[table.group]) ** 2) / np.maximum(table.size - 1, 1))
     return table.of_rows(table.row_reward - table.by_row(mean), table.by_row(spread) + epsilon)
@@ -31,7 +31,7 @@ def dr_grpo(rewards: ArrayLike, group_index: ArrayLike, rollout_index: ArrayLike
     constant length instead of each row's own; that belongs to the loss, not here. Source: Liu et al., "Understanding
     R1-Zero-Like Training: A Critical Perspective", arXiv:2503.20783.
     """
-    table = Rollouts.of(rewards, group_index, rollout_index)
+    table = RolloutIndex.of(rewards, group_index, rollout_index)
     mean = table.group_sum(table.reward) / table.size
     return table.of_rows(table.row_reward - table.by_row(mean))
 
@@ -42,7 +42,7 @@ def leave_one_out(rewards: ArrayLike, group_index: ArrayLike, rollout_index: Arr
     Source: Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in
     LLMs", arXiv:2402.14740.
     """
-    table = Rollouts.of(rewards, group_index, rollout_index)
+    table = RolloutIndex.of(rewards, group_index, rollout_index)
     others = np.maximum(table.size - 1, 1)[table.group]
     baseline = (table.group_sum(table.reward)[table.group] - table.reward) / others
     return table.of_rows(table.row_reward - baseline[table.rollout_of_row])
@@ -54,7 +54,7 @@ def reinforce(rewards: ArrayLike, group_index: ArrayLike, rollout_index: ArrayLi
     Source: Williams, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning", Machine Learning 8,
     1992, with a baseline of 0.
     """
-    return Rollouts.of(rewards, group_index, rollout_index).row_reward.astype(np.float32)
+    return RolloutIndex.of(rewards, group_index, rollout_index).row_reward.astype(np.float32)
 
 
 # Agent-wise comparison: the rows of each agent of a multi-agent harness are measured against that agent's rows alone.
@@ -140,8 +140,8 @@ def resample_on_correct(
     fill the rest, drawn one after the other with probability inversely proportional to their penalty. `penalties` of shape
     (rows,), not negative; a rollout's is the mean over its rows.
     """
-    table = Rollouts.of(rewards, group_index, rollout_index)
-    penalty = Rollouts.of(penalties, group_index, rollout_index).reward
+    table = RolloutIndex.of(rewards, group_index, rollout_index)
+    penalty = RolloutIndex.of(penalties, group_index, rollout_index).reward
     if (penalty < 0).any() or keep < 1:
         raise ValueError("penalties may not be negative, and at least one rollout is kept")
     kept = np.zeros(len(table.reward), dtype=np.bool_)
@@ -186,7 +186,7 @@ Estimator = Callable[[ArrayLike, ArrayLike, ArrayLike], Advantages]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rollouts:
+class RolloutIndex:
     """`reward` and `group` per rollout, `size` in rollouts per group, `row_reward` and `rollout_of_row` per row."""
 
     reward: NDArray[np.float64]
@@ -196,7 +196,7 @@ class Rollouts:
     rollout_of_row: NDArray[np.int64]
 
     @classmethod
-    def of(cls, rewards: ArrayLike, group_index: ArrayLike, rollout_index: ArrayLike) -> Rollouts:
+    def of(cls, rewards: ArrayLike, group_index: ArrayLike, rollout_index: ArrayLike) -> RolloutIndex:
         row_reward = np.asarray(rewards, dtype=np.float64)
         if not np.isfinite(row_reward).all():
             raise ValueError(f"row {int(np.argmin(np.isfinite(row_reward)))} has no finite reward")

@@ -20,7 +20,7 @@ from proxy.dialects.base import Delta, FirstToken, Request
 from proxy.engine.apis.evidence import LABEL, PLUGIN, START, Source
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.renderer import LocalRenderer, Rendered, Tokenizer
-from proxy.engine.apis.reply import Outcome, Wanted
+from proxy.engine.apis.reply import EngineReply, WantedDetails
 from proxy.engine.apis.versions import Versions
 from proxy.engine.replica import Replica, Served
 from proxy.engine.weights.vllm import LOAD_ADAPTER, SETUP, Claim, WeightApi
@@ -55,7 +55,7 @@ class PlanRequest:
 
 
 @dataclass(slots=True)
-class Job:
+class SamplingJob:
     """One sampling request. `prompt_ids` and `body` are empty for a kind that does not take ids, and for a replica that plans, which
     gets `plan` and writes the ids into the job. `id_text` is the session's; `wanted` the details to record beside the tokens."""
 
@@ -66,7 +66,7 @@ class Job:
     prompt_ids: Ids = field(default_factory=lambda: NO_IDS)
     body: dict[str, Any] = field(default_factory=dict)
     id_text: IdText = field(default_factory=lambda: IdText())
-    wanted: Wanted = field(default_factory=Wanted)
+    wanted: WantedDetails = field(default_factory=WantedDetails)
     plan: PlanRequest | None = None
     media: Ranges = ()
     """The ranges of the request's images in `prompt_ids`."""
@@ -141,7 +141,7 @@ class EngineKind(ABC):
         Raises EngineUnavailable if the engine cannot tell now."""
 
     @abstractmethod
-    async def sample(self, replica: Replica, job: Job, *, stream: bool, emit: Emit) -> Outcome:
+    async def sample(self, replica: Replica, job: SamplingJob, *, stream: bool, emit: Emit) -> EngineReply:
         """What was sampled, also when the reply is cut by an abort or a broken connection. Streaming, emits FirstToken and then deltas as
         text becomes certain, if the engine can.
 
@@ -156,7 +156,7 @@ class EngineKind(ABC):
         tools = {"tools": request.tools} if sees_tools else {}
         return {**body.get("sampling_params", {}), **request.forward, **tools, **sampling}
 
-    async def abort(self, replica: Replica, job: Job) -> bool:
+    async def abort(self, replica: Replica, job: SamplingJob) -> bool:
         """Ask the engine to end the job now; `sample` then finishes with what it has. False if it cannot be asked."""
         return False
 
@@ -222,7 +222,7 @@ class EngineKind(ABC):
         """The replica's weight endpoints; with a claim, for changing what it holds."""
         return WeightApi(self._http.session, replica, step_seconds, claim)
 
-    async def _abort_request(self, replica: Replica, job: Job, request_id: str, path: str = "/abort_requests") -> bool:
+    async def _abort_request(self, replica: Replica, job: SamplingJob, request_id: str, path: str = "/abort_requests") -> bool:
         """vLLM's `/abort_requests`. Of several API servers each ends only its own requests: where one was in vain, the next may be reached
         over a new connection."""
         again, job.abort_sent = job.abort_sent, True

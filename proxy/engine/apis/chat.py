@@ -17,16 +17,16 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
-from proxy.engine.apis.base import Emit, EngineKind, IdText, Job, chat_body
+from proxy.engine.apis.base import Emit, EngineKind, IdText, SamplingJob, chat_body
 from proxy.engine.apis.probe import SGLANG_INFO, Probe
 from proxy.engine.apis.question import Question
 from proxy.engine.apis.reply import (
     AS_ID,
     Assembly,
-    Outcome,
+    EngineChoice,
+    EngineReply,
+    PartialReply,
     PromptLogprobs,
-    Reading,
-    Sampled,
     Tops,
     Usage,
     check_entries,
@@ -77,7 +77,7 @@ class OpenAiChat(EngineKind):
     def way_out(self, replica: Replica) -> str:
         return "upgrade the engine, or put a server before it that answers as OpenAI's chat completions do"
 
-    async def sample(self, replica: Replica, job: Job, *, stream: bool, emit: Emit) -> Outcome:
+    async def sample(self, replica: Replica, job: SamplingJob, *, stream: bool, emit: Emit) -> EngineReply:
         """Emits the engine's own deltas."""
         before = replica.host.weight_version
         offers_calls, entries = job.request.offers_calls, _wants_entries(job)
@@ -88,7 +88,7 @@ class OpenAiChat(EngineKind):
         async def send(body: dict[str, Any]) -> None:
             await self._receive(replica, job, body, choices, reply, emit)
 
-        with Reading(choices) as reading:
+        with PartialReply(choices) as reading:
             try:
                 await question.put(job.scope, choices, send)
             except UnknownRoute as error:
@@ -112,7 +112,7 @@ class OpenAiChat(EngineKind):
     async def _receive(
         self,
         replica: Replica,
-        job: Job,
+        job: SamplingJob,
         body: dict[str, Any],
         choices: Sequence[_ChoiceSoFar],
         reply: _ReplySoFar,
@@ -141,7 +141,7 @@ class OpenAiChat(EngineKind):
         async with self._http.receive(replica, path, body, expected, job.scope, stream=stream, headers=headers) as answers:
             await answers.follow(take)
 
-    async def abort(self, replica: Replica, job: Job) -> bool:
+    async def abort(self, replica: Replica, job: SamplingJob) -> bool:
         request_id = f"chatcmpl-{job.call_id}" if job.request.prompt is None else f"cmpl-{job.call_id}-0"
         return await self._abort_request(replica, job, request_id)
 
@@ -175,7 +175,7 @@ def _may_be_about_limit(error: VerbatimError, body: Mapping[str, Any]) -> bool:
     return about_limit and "max_tokens" in body
 
 
-def _make_question(replica: Replica, job: Job, stream: bool) -> Question:
+def _make_question(replica: Replica, job: SamplingJob, stream: bool) -> Question:
     request = job.request
     asked = chat_body(request, job.sampling) | {"model": job.model, "stream": stream}
     top = job.wanted.logprobs(None) if _wants_top_ids(job) else request.top_logprobs or 0
@@ -193,7 +193,7 @@ def _make_question(replica: Replica, job: Job, stream: bool) -> Question:
     return Question(replica, asked | {name: added.pop(name) for name in [*added] if own.get(name)}, added)
 
 
-def _wants_top_ids(job: Job) -> bool:
+def _wants_top_ids(job: SamplingJob) -> bool:
     """Whether logprobs may name tokens by id in place of their text, because the harness does not see them."""
     return job.wanted.top_logprobs > 0 and job.request.top_logprobs is None
 
@@ -310,7 +310,7 @@ class _BareAnswer(_Answer):
     choices: list[_BareChoice] = msgspec.field(default_factory=list)  # type: ignore[assignment]
 
 
-def _wants_entries(job: Job) -> bool:
+def _wants_entries(job: SamplingJob) -> bool:
     """Whether more than the logprobs of sampled tokens is needed."""
     return job.request.top_logprobs is not None or job.wanted.top_logprobs > 0
 
@@ -386,9 +386,11 @@ class _ChoiceSoFar:
         return delta
 
 
-def _outcome(job: Job, choices: Sequence[_ChoiceSoFar], reply: _ReplySoFar, broken: str | None, version: int | None) -> Outcome:
+def _outcome(
+    job: SamplingJob, choices: Sequence[_ChoiceSoFar], reply: _ReplySoFar, broken: str | None, version: int | None
+) -> EngineReply:
     usage = reply.usage or Usage(prompt_tokens=0 if reply.prompt_ids is None else len(reply.prompt_ids))
-    return Outcome(
+    return EngineReply(
         choices=[_build_sampled(job, choice, reply, version) for choice in choices],
         prompt_ids=reply.prompt_ids,
         prompt_tokens=usage.prompt_tokens,
@@ -398,7 +400,7 @@ def _outcome(job: Job, choices: Sequence[_ChoiceSoFar], reply: _ReplySoFar, brok
     )
 
 
-def _build_sampled(job: Job, choice: _ChoiceSoFar, reply: _ReplySoFar, version: int | None) -> Sampled:
+def _build_sampled(job: SamplingJob, choice: _ChoiceSoFar, reply: _ReplySoFar, version: int | None) -> EngineChoice:
     count, details = len(choice.token_ids or ()), None
     if choice.token_ids and _wants_top_ids(job):
         check_entries(choice.index, choice.token_ids, _named_ids(choice.entries))
@@ -411,7 +413,7 @@ def _build_sampled(job: Job, choice: _ChoiceSoFar, reply: _ReplySoFar, version: 
             prompt_logprobs=reply.prompt_logprobs,
             routed_experts=choice.routed_experts,
         )
-    return Sampled(
+    return EngineChoice(
         index=choice.index,
         token_ids=choice.token_ids,
         logprobs=choice.logprobs,

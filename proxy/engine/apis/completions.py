@@ -18,11 +18,11 @@ import msgspec
 import numpy as np
 
 from proxy.dialects.base import FirstToken, Request
-from proxy.engine.apis.base import Emit, EngineKind, Job
+from proxy.engine.apis.base import Emit, EngineKind, SamplingJob
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.question import Question
 from proxy.engine.apis.renderer import LocalRenderer
-from proxy.engine.apis.reply import Outcome, Reading, Sampled, Usage, choice_at, visible_ids
+from proxy.engine.apis.reply import EngineChoice, EngineReply, PartialReply, Usage, choice_at, visible_ids
 from proxy.engine.apis.versions import Versions
 from proxy.engine.replica import Replica, parse_version
 from proxy.engine.wire.http import EngineAnswer
@@ -74,7 +74,7 @@ class VllmCompletions(EngineKind):
         version = None if asked else parse_version((await self.read_version(probe))[0])
         return None if asked or (version is not None and version >= _RETURNS_IDS_SINCE) else "it may not return token ids"
 
-    async def sample(self, replica: Replica, job: Job, *, stream: bool, emit: Emit) -> Outcome:
+    async def sample(self, replica: Replica, job: SamplingJob, *, stream: bool, emit: Emit) -> EngineReply:
         """Emits no deltas."""
         before = replica.host.weight_version
         choices = [IdChoice(index) for index in range(job.request.n)]
@@ -95,7 +95,7 @@ class VllmCompletions(EngineKind):
             async with self._http.receive(replica, _PATH, body, _Event, job.scope, stream=True, headers=headers) as answers:
                 await answers.follow(take)
 
-        with Reading(choices) as reading:
+        with PartialReply(choices) as reading:
             await question.put(job.scope, choices, send)
         version = await self._http.find_version(replica, before, job.scope)
         for choice in choices:
@@ -108,11 +108,11 @@ class VllmCompletions(EngineKind):
         replica.see_ids(outcome.returns_ids, streamed=stream)
         return outcome
 
-    async def abort(self, replica: Replica, job: Job) -> bool:
+    async def abort(self, replica: Replica, job: SamplingJob) -> bool:
         return await self._abort_request(replica, job, f"cmpl-{job.call_id}-0")
 
 
-def _make_question(replica: Replica, job: Job) -> Question:
+def _make_question(replica: Replica, job: SamplingJob) -> Question:
     forward = job.request.forward
     body = {**job.body["sampling_params"], **{key: forward[key] for key in _FORWARDED if key in forward}, **job.sampling}
     if "max_tokens" not in body:
@@ -181,7 +181,7 @@ class IdChoice:
         return self.stop_reason if isinstance(self.stop_reason, int) else None
 
 
-def prove_prompt(job: Job, ids: Sequence[int] | None) -> bool:
+def prove_prompt(job: SamplingJob, ids: Sequence[int] | None) -> bool:
     """Whether the engine reports what it sampled after. Raises EngineFailed if that is not the prompt it was given."""
     if ids is None:
         return False
@@ -192,13 +192,13 @@ def prove_prompt(job: Job, ids: Sequence[int] | None) -> bool:
 
 async def parse_outcome(
     renderer: LocalRenderer,
-    job: Job,
+    job: SamplingJob,
     choices: Sequence[IdChoice],
     *,
     proven: bool,
     cached_tokens: int = 0,
     broken: str | None = None,
-) -> Outcome:
+) -> EngineReply:
     """The choices with their messages. Unless the engine returned ids (`proven`), the call is served and never trained."""
     sampled = []
     for choice in choices:
@@ -212,7 +212,7 @@ async def parse_outcome(
             # The tokens are sampled and are recorded, even if they cannot be parsed.
             broken = broken or error.message
         sampled.append(
-            Sampled(
+            EngineChoice(
                 index=choice.index,
                 token_ids=choice.token_ids if proven else None,
                 logprobs=choice.logprobs if proven else [],
@@ -223,7 +223,7 @@ async def parse_outcome(
                 logprob_content=await _chat_logprobs(renderer, job.request, choice) if proven else None,
             )
         )
-    return Outcome(sampled, None, len(job.prompt_ids), cached_tokens, broken)
+    return EngineReply(sampled, None, len(job.prompt_ids), cached_tokens, broken)
 
 
 async def _chat_logprobs(renderer: LocalRenderer, request: Request, choice: IdChoice) -> list[dict[str, Any]] | None:

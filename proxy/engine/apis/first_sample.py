@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 
 from proxy.dialects.base import Delta, FirstToken, HistoryMessage, Request, new_call_id
-from proxy.engine.apis.base import EngineKind, IdText, Job, PlanRequest
-from proxy.engine.apis.reply import Outcome, check_sampled
+from proxy.engine.apis.base import EngineKind, IdText, PlanRequest, SamplingJob
+from proxy.engine.apis.reply import EngineReply, check_sampled
 from proxy.engine.replica import Replica
 from proxy.errors import EngineFailed, EngineUnavailable, RequestError, VerbatimError
 from proxy.timeline import CancelScope
@@ -92,10 +92,10 @@ def _model(replica: Replica) -> str:
     return replica.models[0] if replica.models else "default"
 
 
-async def _sample(kind: EngineKind, replica: Replica, request: Request, logprob_mode: str) -> Outcome:
+async def _sample(kind: EngineKind, replica: Replica, request: Request, logprob_mode: str) -> EngineReply:
     """Raises as `EngineKind.sample`, and EngineFailed for what no call could be recorded from."""
     call_id = new_call_id()
-    job = Job(call_id, request, {"max_tokens": 1}, CancelScope("", call_id))
+    job = SamplingJob(call_id, request, {"max_tokens": 1}, CancelScope("", call_id))
     if kind.plans(replica, request):
         job.plan = PlanRequest(None, None, False, None, False, lambda prompt, body: None)
     elif kind.takes_ids:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from proxy.engine.apis.reply import Choice
+from proxy.engine.apis.reply import PartialChoice
 from proxy.engine.replica import Replica
 from proxy.engine.wire.refusals import find_refused
 from proxy.errors import VerbatimError
@@ -49,7 +49,7 @@ class Question:
         return body | {name: value for name, value in self._added.items() if not self._lacks(name)}
 
     async def put(
-        self, scope: CancelScope, choices: Sequence[Choice], send: Callable[[dict[str, Any]], Awaitable[None]]
+        self, scope: CancelScope, choices: Sequence[PartialChoice], send: Callable[[dict[str, Any]], Awaitable[None]]
     ) -> None:
         """Send it, again for each refusal of other fields that the service added. Raises as `send`."""
         while True:

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Sampled:
+class EngineChoice:
     """One choice as the engine emitted it: one logprob per token id, `spans` empty if versions are unknown, `token_ids` None if the
     engine returned none. `message` is a chat message whose tool-call ids are the engine's, `text` what it was read from, with its markup;
     None where the engine does not tell. `details` cover the whole prompt and these tokens."""
@@ -46,12 +46,12 @@ class Sampled:
 
 
 @dataclass(slots=True)
-class Outcome:
+class EngineReply:
     """All choices of a call. `prompt_ids` are the engine's own if it rendered the messages. `broken` says why the reply was cut when
     neither the model nor the harness ended it. `completion_tokens` is the engine's own count over all choices, of which only a reply
     without ids needs one; 0 if it does not say."""
 
-    choices: list[Sampled]
+    choices: list[EngineChoice]
     prompt_ids: Ids | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -92,7 +92,7 @@ class Version(msgspec.Struct):
     end: int
 
 
-class Choice(Protocol):
+class PartialChoice(Protocol):
     index: int
     """Which of the reply's choices it is, from 0."""
     heard: bool
@@ -104,18 +104,18 @@ class Choice(Protocol):
         ...
 
 
-C = TypeVar("C", bound=Choice)
+C = TypeVar("C", bound=PartialChoice)
 
 
-class Reading:
-    """`with Reading(choices) as reading:` around receiving a reply: if it breaks off after something was sampled, the error becomes
+class PartialReply:
+    """`with PartialReply(choices) as reading:` around receiving a reply: if it breaks off after something was sampled, the error becomes
     `reading.broken`; if it ends without one of the choices, raises EngineFailed."""
 
-    def __init__(self, choices: Sequence[Choice]) -> None:
+    def __init__(self, choices: Sequence[PartialChoice]) -> None:
         self.broken: str | None = None
         self._choices = choices
 
-    def __enter__(self) -> Reading:
+    def __enter__(self) -> PartialReply:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
@@ -159,16 +159,16 @@ class GeneratedChoice:
     def finish(
         self,
         replica: Replica,
-        wanted: Wanted,
+        wanted: WantedDetails,
         prompt_ids: Ids,
         logprobs: list[float | None],
         message: dict[str, Any],
         content: Sequence[Mapping[str, Any]] | None,
         prompt_logprobs: PromptLogprobs | Logprobs | None,
         tops: Tops | None = None,
-    ) -> Sampled:
+    ) -> EngineChoice:
         """`content`: chat-shaped logprobs for the harness."""
-        return Sampled(
+        return EngineChoice(
             index=self.index,
             token_ids=self.token_ids,
             logprobs=logprobs,
@@ -209,7 +209,7 @@ _ROUNDING = 1e-4
 """How far above 0 the logprob of a certain token may be, if an engine normalises in less than double precision."""
 
 
-def check_sampled(outcome: Outcome, engine_mode: str) -> None:
+def check_sampled(outcome: EngineReply, engine_mode: str) -> None:
     """Raises EngineFailed for ids outside int32 and probabilities above 1. `engine_mode`: vLLM's `--logprobs-mode`.
 
     Lengths are not checked: records whose lengths differ are kept and never trained."""
@@ -430,7 +430,7 @@ Tops = Sequence[Sequence[tuple[int, float]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedDetails:
     """`top_logprobs`: how many alternatives per token; `routed_from`: the first position whose experts are unknown."""
 
     top_logprobs: int = 0
@@ -466,7 +466,7 @@ class _Unfit(Exception):
 
 
 def read_details(
-    wanted: Wanted,
+    wanted: WantedDetails,
     prompt_ids: Sequence[int] | NDArray[np.int32],
     sampled: int,
     *,

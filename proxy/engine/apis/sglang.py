@@ -20,11 +20,11 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.base import FirstToken
-from proxy.engine.apis.base import Emit, EngineKind, Job
+from proxy.engine.apis.base import Emit, EngineKind, SamplingJob
 from proxy.engine.apis.completions import IdChoice, parse_outcome, prove_prompt
 from proxy.engine.apis.evidence import LABEL, SEED
 from proxy.engine.apis.probe import SGLANG_INFO, Probe
-from proxy.engine.apis.reply import Outcome, Reading, Version, choice_at
+from proxy.engine.apis.reply import EngineReply, PartialReply, Version, choice_at
 from proxy.engine.apis.versions import Versions
 from proxy.engine.replica import Replica
 from proxy.engine.weights.vllm import PROBE_SECONDS, TORN, Claim, Loaded, StepRefused, Transfer, WeightApi
@@ -78,11 +78,11 @@ class Sglang(EngineKind):
     def weights(self, replica: Replica, step_seconds: float, claim: Claim | None) -> WeightApi:
         return SglangWeights(self._http.session, replica, step_seconds, claim)
 
-    async def sample(self, replica: Replica, job: Job, *, stream: bool, emit: Emit) -> Outcome:
+    async def sample(self, replica: Replica, job: SamplingJob, *, stream: bool, emit: Emit) -> EngineReply:
         """Emits no deltas."""
         before = await self._http.read_label(replica, _INFO_ROUTES)
         choices = [_SglangChoice(index) for index in range(job.request.n)]
-        with Reading(choices) as reading:
+        with PartialReply(choices) as reading:
             await self._receive(replica, job, stream, choices, emit)
         if any(choice.text and not choice.token_ids for choice in choices):
             raise EngineFailed(f"engine {replica.name} returned no token ids: is it SGLang?")
@@ -91,7 +91,9 @@ class Sglang(EngineKind):
         cached = max(choice.cached_tokens for choice in choices)
         return await parse_outcome(self._local, job, choices, proven=True, cached_tokens=cached, broken=reading.broken)
 
-    async def _receive(self, replica: Replica, job: Job, stream: bool, choices: Sequence[_SglangChoice], emit: Emit) -> None:
+    async def _receive(
+        self, replica: Replica, job: SamplingJob, stream: bool, choices: Sequence[_SglangChoice], emit: Emit
+    ) -> None:
         body, end_id, begun = _body(replica, job, stream), self._local.end_id, not stream
         if not stream and job.request.n > 1:
             wholes = await self._http.post(replica, _PATH, body, list[_Answer], job.scope)
@@ -109,7 +111,7 @@ class Sglang(EngineKind):
         async with self._http.receive(replica, _PATH, body, _Answer, job.scope, stream=stream) as answers:
             await answers.follow(take)
 
-    async def abort(self, replica: Replica, job: Job) -> bool:
+    async def abort(self, replica: Replica, job: SamplingJob) -> bool:
         if job.request.n > 1:
             # SGLang makes up a request id for each choice.
             return False
@@ -165,7 +167,7 @@ class _SglangChoice(IdChoice):
     def has_content(self) -> bool:
         return bool(self.token_ids)
 
-    def add(self, job: Job, answer: _Answer, end_id: int | None) -> None:
+    def add(self, job: SamplingJob, answer: _Answer, end_id: int | None) -> None:
         """Raises EngineFailed if the answer contradicts an earlier one or is about another prompt."""
         meta = answer.meta_info
         prove_prompt(job, answer.prompt_token_ids)
@@ -213,7 +215,7 @@ class _SglangChoice(IdChoice):
         return tuple(Span(int(number), item.start, item.end) for number, item in zip(numbers, versions, strict=True))
 
 
-def _body(replica: Replica, job: Job, stream: bool) -> dict[str, Any]:
+def _body(replica: Replica, job: SamplingJob, stream: bool) -> dict[str, Any]:
     return {
         "rid": job.call_id,
         "input_ids": job.prompt_json,
@@ -227,7 +229,7 @@ def _body(replica: Replica, job: Job, stream: bool) -> dict[str, Any]:
     }
 
 
-def _sampling_params(job: Job) -> dict[str, Any]:
+def _sampling_params(job: SamplingJob) -> dict[str, Any]:
     forward = job.request.forward
     given = {**job.body["sampling_params"], **{key: forward[key] for key in _FORWARDED if key in forward}, **job.sampling}
     params = {_RENAMED.get(name, name): value for name, value in given.items()}

@@ -22,21 +22,21 @@ import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
 from proxy.engine.apis import vllm_plugin
-from proxy.engine.apis.base import Emit, EngineKind, IdText, Job, chat_body, write_messages
+from proxy.engine.apis.base import Emit, EngineKind, IdText, SamplingJob, chat_body, write_messages
 from proxy.engine.apis.chat import OpenAiChat
 from proxy.engine.apis.completions import prove_prompt
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.renderer import SEED_IDS, LocalRenderer, Rendered, Tokenizer
-from proxy.engine.apis.reply import Outcome, PromptLogprobs, Reading, Sampled, choice_at, is_visible
+from proxy.engine.apis.reply import EngineChoice, EngineReply, PartialReply, PromptLogprobs, choice_at, is_visible
 from proxy.engine.apis.versions import Versions
 from proxy.engine.apis.vllm_reply import (
     DERENDER,
     GENERATE,
-    Expansion,
+    ChoicePiece,
     GenerateAnswer,
+    ImageExpansion,
     Parsed,
     Parser,
-    Piece,
     PieceChoice,
     Placeholders,
     SampledChoice,
@@ -132,7 +132,7 @@ class VllmTokens(EngineKind):
     async def find_plugin(self, probe: Probe, replica: Replica) -> bool:
         return await vllm_plugin.find_plugin(self._http, probe, replica)
 
-    async def sample(self, replica: Replica, job: Job, *, stream: bool, emit: Emit) -> Outcome:
+    async def sample(self, replica: Replica, job: SamplingJob, *, stream: bool, emit: Emit) -> EngineReply:
         if replica.plugin:
             return await vllm_plugin.sample(self._http, replica, job, stream=stream, emit=emit)
         if job.request.prompt is None:
@@ -147,14 +147,16 @@ class VllmTokens(EngineKind):
             return await self._sample_completion(replica, job, stream, emit)
         return await self._sample_text(replica, job, stream, emit)
 
-    async def abort(self, replica: Replica, job: Job) -> bool:
+    async def abort(self, replica: Replica, job: SamplingJob) -> bool:
         if _samples_by_completions(replica, job):
             return await self._chat.abort(replica, job)
         # vLLM prefixes the request id it is given, and wants all of it.
         path = ABORT if replica.plugin else "/abort_requests"
         return await self._abort_request(replica, job, f"generate-tokens-{job.call_id}", path)
 
-    async def _sample_messages(self, replica: Replica, job: Job, stream: bool, emit: Emit, *, parsed: bool = False) -> Outcome:
+    async def _sample_messages(
+        self, replica: Replica, job: SamplingJob, stream: bool, emit: Emit, *, parsed: bool = False
+    ) -> EngineReply:
         """Emits deltas as far as the engine's parsers are certain of them. `parsed`: generate parses the reply."""
         # A stop string is cut from the whole text, and logprobs belong to it: then the text waits for the end.
         parser, before = Parser(self._http, replica, job), replica.host.weight_version
@@ -165,8 +167,8 @@ class VllmTokens(EngineKind):
         if job.media:
             bar_placeholders(job)
         body = generate_body(replica, job, streams, parsed=parsed)
-        expected, expansion = answer_type(job), Expansion(replica, job)
-        with Reading(choices) as reading:
+        expected, expansion = answer_type(job), ImageExpansion(replica, job)
+        with PartialReply(choices) as reading:
             async with self._http.receive(replica, GENERATE, body, expected, job.scope, stream=streams) as answers:
                 while not answers.ended:
                     for answer in await answers.read(_patience(choices)):
@@ -191,7 +193,7 @@ class VllmTokens(EngineKind):
                     emit(rest)
         return outcome
 
-    async def _emit_live(self, job: Job, parser: Parser, choices: list[SampledChoice], emit: Emit) -> None:
+    async def _emit_live(self, job: SamplingJob, parser: Parser, choices: list[SampledChoice], emit: Emit) -> None:
         """Parse what has arrived of the choices whose next step is due."""
         for choice in choices:
             if choice.live is None or choice.finish_reason or not choice.live.is_due:
@@ -212,13 +214,13 @@ class VllmTokens(EngineKind):
     async def _interpret(
         self,
         replica: Replica,
-        job: Job,
+        job: SamplingJob,
         parser: Parser,
         choices: list[SampledChoice],
         prompt_logprobs: PromptLogprobs | None,
         broken: str | None,
         cached_tokens: int,
-    ) -> Outcome:
+    ) -> EngineReply:
         """The choices with their messages. Choices that cannot be parsed are recorded without one."""
         sampled = []
         for choice, parsed in zip(choices, await self._parse(replica, job, parser, choices), strict=True):
@@ -227,10 +229,10 @@ class VllmTokens(EngineKind):
             elif isinstance(parsed, BaseException):
                 raise parsed
             sampled.append(choice.finish_parsed(replica, job, parsed, prompt_logprobs))
-        return Outcome(sampled, None, len(job.prompt_ids), cached_tokens, broken)
+        return EngineReply(sampled, None, len(job.prompt_ids), cached_tokens, broken)
 
     async def _parse(
-        self, replica: Replica, job: Job, parser: Parser, choices: list[SampledChoice]
+        self, replica: Replica, job: SamplingJob, parser: Parser, choices: list[SampledChoice]
     ) -> Sequence[Parsed | BaseException]:
         """Each choice's message, or why it cannot be had."""
         try:
@@ -243,7 +245,7 @@ class VllmTokens(EngineKind):
         except VerbatimError as error:
             return [error for _ in choices]
 
-    async def _parse_one(self, replica: Replica, job: Job, parser: Parser, choice: SampledChoice) -> Parsed:
+    async def _parse_one(self, replica: Replica, job: SamplingJob, parser: Parser, choice: SampledChoice) -> Parsed:
         """Also asks for the text, where a call of a tool may be unfinished in it: the parsers do not tell."""
         if choice.names_tokens and choice.finish_reason == "stop":
             await self._find_stop(replica, job, choice)
@@ -256,7 +258,7 @@ class VllmTokens(EngineKind):
             return parsed
         return await self._find_spelled_ids(replica, job, parser, choice, parsed)
 
-    async def _find_stop(self, replica: Replica, job: Job, choice: SampledChoice) -> None:
+    async def _find_stop(self, replica: Replica, job: SamplingJob, choice: SampledChoice) -> None:
         """Set the stop string that ended the choice, if one did, where the engine does not report it."""
         sampling = {**job.body.get("sampling_params", {}), **job.sampling}
         stops = sampling.get("stop") or []
@@ -269,12 +271,12 @@ class VllmTokens(EngineKind):
         text, *before = await _spell(self._http, replica, job.request.model, groups, before=[0], special=special)
         choice.stop_reason = find_stop([stops] if isinstance(stops, str) else stops, text, "".join(before))
 
-    async def _spell_sampled(self, replica: Replica, job: Job, choice: SampledChoice) -> None:
+    async def _spell_sampled(self, replica: Replica, job: SamplingJob, choice: SampledChoice) -> None:
         with contextlib.suppress(VerbatimError):
             (choice.sampled_text,) = await _spell(self._http, replica, job.request.model, [choice.token_ids], before=[0])
 
     async def _find_spelled_ids(
-        self, replica: Replica, job: Job, parser: Parser, choice: SampledChoice, parsed: Parsed
+        self, replica: Replica, job: SamplingJob, parser: Parser, choice: SampledChoice, parsed: Parsed
     ) -> Parsed:
         """The same with the ids of tool calls whose markup the model spelled: tokenized again, its text has the tokens that the streaming
         parsers know. None of these ids is recorded or sampled after."""
@@ -287,7 +289,7 @@ class VllmTokens(EngineKind):
             return parsed
         return parsed if tokenized.token_ids == ids else await parser.find_ids(parsed, choice, tokenized.token_ids)
 
-    async def _sample_text(self, replica: Replica, job: Job, stream: bool, emit: Emit) -> Outcome:
+    async def _sample_text(self, replica: Replica, job: SamplingJob, stream: bool, emit: Emit) -> EngineReply:
         """Emits the engine's own pieces of text."""
         choices = [_TextChoice(index, job.request.top_logprobs or 0) for index in range(job.request.n)]
         cached, prompt_logprobs, begun = 0, None, not stream
@@ -308,13 +310,13 @@ class VllmTokens(EngineKind):
                 if stream and is_visible(job.request, delta):
                     emit(delta)
 
-        with Reading(choices) as reading:
+        with PartialReply(choices) as reading:
             async with self._http.receive(replica, GENERATE, body, _TextAnswer, job.scope, stream=streams) as answers:
                 await answers.follow(take)
         sampled = [choice.finish_text(replica, job, prompt_logprobs) for choice in choices]
-        return Outcome(sampled, None, len(job.prompt_ids), cached, reading.broken)
+        return EngineReply(sampled, None, len(job.prompt_ids), cached, reading.broken)
 
-    async def _sample_completion(self, replica: Replica, job: Job, stream: bool, emit: Emit) -> Outcome:
+    async def _sample_completion(self, replica: Replica, job: SamplingJob, stream: bool, emit: Emit) -> EngineReply:
         """As `_sample_text`, by `/v1/completions`. Raises EngineFailed if it sampled after other ids than it was given."""
         given = replace(job, request=replace(job.request, prompt=job.prompt_ids.tolist()))
         outcome = await self._chat.sample(replica, given, stream=stream, emit=emit)
@@ -322,7 +324,7 @@ class VllmTokens(EngineKind):
         return outcome
 
 
-def _samples_by_completions(replica: Replica, job: Job) -> bool:
+def _samples_by_completions(replica: Replica, job: SamplingJob) -> bool:
     """Whether the text after a prompt is had from `/v1/completions`."""
     return job.request.prompt is not None and replica.precedes(_TELLS_ALL_SINCE)
 
@@ -343,7 +345,7 @@ def _patience(choices: Sequence[SampledChoice]) -> float | None:
     return min(live.patience for live in pending) if pending else None
 
 
-def _can_stream(replica: Replica, job: Job, stream: bool) -> bool:
+def _can_stream(replica: Replica, job: SamplingJob, stream: bool) -> bool:
     """Whether to ask the engine for a stream. Only whole answers carry prompt logprobs, and before 0.32 a stream of several choices
     breaks off where they do not all begin at once."""
     older = replica.precedes(_TELLS_ALL_SINCE)
@@ -358,7 +360,7 @@ class _TextLogprobs(msgspec.Struct):
     content: list[dict[str, Any]] | None = None
 
 
-class _TextPiece(Piece):
+class _TextPiece(ChoicePiece):
     text: str | None = None
     logprobs: _TextLogprobs | None = None
 
@@ -389,7 +391,7 @@ class _TextChoice(PieceChoice):
         self._entries.extend(entries)
         return Delta(self.index, piece.text, logprobs=entries, token_ids=piece.token_ids or [])
 
-    def finish_text(self, replica: Replica, job: Job, prompt_logprobs: PromptLogprobs | None) -> Sampled:
+    def finish_text(self, replica: Replica, job: SamplingJob, prompt_logprobs: PromptLogprobs | None) -> EngineChoice:
         logprobs = [entry.get("logprob") for entry in self._entries]
         message = {"role": "assistant", "content": "".join(self._text)}
         content = self._entries if job.request.top_logprobs is not None else None

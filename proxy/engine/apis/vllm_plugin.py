@@ -14,14 +14,14 @@ import msgspec
 import numpy as np
 
 from proxy.dialects.base import Delta, FirstToken
-from proxy.engine.apis.base import Emit, Job, PlanRequest, PlansNoMore, chat_body
+from proxy.engine.apis.base import Emit, PlanRequest, PlansNoMore, SamplingJob, chat_body
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.reply import (
     CertainText,
+    EngineChoice,
+    EngineReply,
     GeneratedChoice,
-    Outcome,
-    Reading,
-    Sampled,
+    PartialReply,
     Version,
     choice_at,
     is_visible,
@@ -35,12 +35,12 @@ from proxy.engine.in_vllm.frames import (
     SAMPLE,
     Ancestor,
     Ask,
-    Done,
-    Ended,
-    Failed,
+    DoneFrame,
+    EndFrame,
+    FailedFrame,
     Frame,
-    Piece,
-    Planned,
+    PieceFrame,
+    PlanFrame,
     Tops,
     read_after,
     read_ids,
@@ -104,11 +104,11 @@ async def _is_installed(probe: Probe) -> bool:
     return False
 
 
-async def sample(http: EngineHttp, replica: Replica, job: Job, *, stream: bool, emit: Emit) -> Outcome:
+async def sample(http: EngineHttp, replica: Replica, job: SamplingJob, *, stream: bool, emit: Emit) -> EngineReply:
     """See EngineKind.sample. The plan is in the job, and was given to `job.plan`, before anything is emitted."""
     reply = _Reply(replica, job, stream, emit)
     try:
-        with Reading(reply.choices) as reading:
+        with PartialReply(reply.choices) as reading:
             async with http.receive_frames(replica, SAMPLE, write_ask(_ask(replica, job, stream)), job.scope) as answer:
                 await answer.follow(reply.add)
     except FramesRefused as error:
@@ -122,7 +122,7 @@ async def sample(http: EngineHttp, replica: Replica, job: Job, *, stream: bool, 
     return reply.finish(reading.broken)
 
 
-def _ask(replica: Replica, job: Job, stream: bool) -> Ask:
+def _ask(replica: Replica, job: SamplingJob, stream: bool) -> Ask:
     request, wanted, plan = job.request, job.wanted, job.plan
     # Images travel as bytes beside the messages that name them.
     names = {digest: SCHEME + digest for digest in request.images}
@@ -180,11 +180,11 @@ class _Choice(GeneratedChoice):
         self.text = CertainText(index) if live else None
         self.logprobs: list[float | None] = []
         self.last_ids: list[int] = []
-        self.ended: Ended | None = None
+        self.ended: EndFrame | None = None
         self._tops: list[Sequence[tuple[int, float]]] = []
         self._shown: list[dict[str, Any]] = []
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: PieceFrame) -> None:
         self.last_ids = read_ids(piece.ids).tolist()
         self.token_ids += self.last_ids
         self.logprobs += read_logprobs(piece.logprobs).tolist()
@@ -193,14 +193,14 @@ class _Choice(GeneratedChoice):
         if piece.shown is not None:
             self._shown += piece.shown
 
-    def end(self, ended: Ended) -> None:
+    def end(self, ended: EndFrame) -> None:
         self.ended = ended
         self.finish_reason, self.stop_reason = ended.finish_reason, ended.stop_reason
         self.versions = [Version(*span) for span in ended.versions or ()]
         self.routed_experts = ended.experts
         self.sampled_text = ended.text
 
-    def message(self, job: Job) -> dict[str, Any]:
+    def message(self, job: SamplingJob) -> dict[str, Any]:
         """The parse of the whole reply; what the streaming parsers made of it if the harness has already read text that the whole does
         not begin with."""
         ended = self.ended
@@ -212,7 +212,7 @@ class _Choice(GeneratedChoice):
         keep_one_call(message, job.request)
         return message
 
-    def finish_sampled(self, replica: Replica, job: Job, prompt_logprobs: Logprobs | None) -> Sampled:
+    def finish_sampled(self, replica: Replica, job: SamplingJob, prompt_logprobs: Logprobs | None) -> EngineChoice:
         content = self._shown
         if job.request.prompt is None:
             content = (self.ended.shown if self.ended is not None else None) or []
@@ -224,31 +224,31 @@ class _Choice(GeneratedChoice):
 class _Reply:
     """A call's reply while its frames arrive."""
 
-    def __init__(self, replica: Replica, job: Job, stream: bool, emit: Emit) -> None:
+    def __init__(self, replica: Replica, job: SamplingJob, stream: bool, emit: Emit) -> None:
         self._replica = replica
         self._job = job
         self._stream = stream
         self._emit = emit
         self._begun = False
-        self._done: Done | None = None
+        self._done: DoneFrame | None = None
         # Logprobs belong to the whole text: then it waits for the end.
         live = stream and job.request.prompt is None and job.request.top_logprobs is None
         self.choices = [_Choice(index, live) for index in range(job.request.n)]
 
     def add(self, frame: Frame) -> None:
         match frame:
-            case Piece():
+            case PieceFrame():
                 self._add_piece(frame)
-            case Ended():
+            case EndFrame():
                 choice_at(self.choices, frame.index).end(frame)
-            case Planned():
+            case PlanFrame():
                 self._take_plan(frame)
-            case Done():
+            case DoneFrame():
                 self._done = frame
-            case Failed():
+            case FailedFrame():
                 raise EngineFailed(f"engine {self._replica.name} broke off: {frame.message[:300]}")
 
-    def _take_plan(self, told: Planned) -> None:
+    def _take_plan(self, told: PlanFrame) -> None:
         job, plan = self._job, self._job.plan
         parent_ids = _NO_IDS if plan is None or plan.parent is None or plan.parent.ids is None else plan.parent.ids
         try:
@@ -267,7 +267,7 @@ class _Reply:
             prompt = Prompt(ids, told.branch_reason, rendering, close, told.continues, media, told.adds_end)
             plan.take(prompt, {"sampling_params": told.defaults})
 
-    def _add_piece(self, piece: Piece) -> None:
+    def _add_piece(self, piece: PieceFrame) -> None:
         choice = choice_at(self.choices, piece.index)
         choice.add(piece)
         if not self._stream:
@@ -287,7 +287,7 @@ class _Reply:
             if is_visible(self._job.request, delta):
                 self._emit(delta)
 
-    def finish(self, broken: str | None) -> Outcome:
+    def finish(self, broken: str | None) -> EngineReply:
         """Emits what is left of the text."""
         job, done = self._job, self._done
         scores = None if done is None or done.prompt_logprobs is None else read_logprobs(done.prompt_logprobs)
@@ -300,7 +300,7 @@ class _Reply:
             if rest is not None:
                 self._emit(rest)
         cached = 0 if done is None else done.cached_tokens
-        return Outcome(sampled, None, len(job.prompt_ids), cached, broken)
+        return EngineReply(sampled, None, len(job.prompt_ids), cached, broken)
 
 
 def _read_tops(tops: Tops) -> TopLists:

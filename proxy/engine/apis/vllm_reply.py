@@ -14,12 +14,12 @@ from typing import Any, TypeAlias
 import msgspec
 
 from proxy.dialects.base import Delta
-from proxy.engine.apis.base import Job, chat_body, find_image_urls
+from proxy.engine.apis.base import SamplingJob, chat_body, find_image_urls
 from proxy.engine.apis.reply import (
     CertainText,
+    EngineChoice,
     GeneratedChoice,
     PromptLogprobs,
-    Sampled,
     Usage,
     Version,
     check_entries,
@@ -78,7 +78,7 @@ class _Logprobs(msgspec.Struct):
     content: list[Logprob] | None = None
 
 
-class Piece(msgspec.Struct):
+class ChoicePiece(msgspec.Struct):
     """What an answer or an event says of one choice, without its logprobs."""
 
     index: int
@@ -89,7 +89,7 @@ class Piece(msgspec.Struct):
     routed_experts: str | None = None
 
 
-class _Piece(Piece):
+class _Piece(ChoicePiece):
     logprobs: _Logprobs | None = None
     message: dict[str, Any] | None = None
 
@@ -120,7 +120,7 @@ class _BareLogprobs(msgspec.Struct):
     content: list[BareLogprob] | None = None
 
 
-class _BarePiece(Piece):
+class _BarePiece(ChoicePiece):
     logprobs: _BareLogprobs | None = None
     message: dict[str, Any] | None = None
 
@@ -129,14 +129,14 @@ class _BarelyGenerated(GenerateAnswer):
     choices: list[_BarePiece] = msgspec.field(default_factory=list)
 
 
-def answer_type(job: Job) -> type[Generated]:
+def answer_type(job: SamplingJob) -> type[Generated]:
     """What to decode an answer as: with the alternatives of each token only if they are needed."""
     if job.wanted.top_logprobs or job.request.top_logprobs is not None:
         return Generated
     return _BarelyGenerated  # type: ignore[return-value]
 
 
-def can_parse_itself(job: Job, stream: bool) -> bool:
+def can_parse_itself(job: SamplingJob, stream: bool) -> bool:
     """Whether generate can parse this reply, too, which saves a request: a whole one, since vLLM 0.33, whose rendering says how. It names
     no tokens in its logprobs then, so none but the sampled ones' own may be wanted."""
     context = job.body.get("parse_context")
@@ -146,7 +146,7 @@ def can_parse_itself(job: Job, stream: bool) -> bool:
     return context.get("include_reasoning") is True
 
 
-def generate_body(replica: Replica, job: Job, stream: bool, *, parsed: bool = False) -> dict[str, Any]:
+def generate_body(replica: Replica, job: SamplingJob, stream: bool, *, parsed: bool = False) -> dict[str, Any]:
     """The rendering's generate body with the job's ids and effective sampling; always with logprobs. `parsed`: with the message."""
     sampling = {**job.body.get("sampling_params", {}), **job.sampling, **job.wanted.parameters}
     sampling["logprobs"] = job.wanted.logprobs(job.request.top_logprobs)
@@ -176,14 +176,14 @@ NEVER = -100.0
 """The logit bias of an id that must not be sampled."""
 
 
-def bar_placeholders(job: Job) -> None:
+def bar_placeholders(job: SamplingJob) -> None:
     """Keep the engine from sampling the ids that stand for the prompt's images."""
     sampling = job.body.setdefault("sampling_params", {})
     barred = {str(token): NEVER for token in find_placeholders(job.prompt_ids, job.media)}
     sampling["logit_bias"] = {**(sampling.get("logit_bias") or {}), **barred}
 
 
-def _image_fields(job: Job) -> dict[str, Any]:
+def _image_fields(job: SamplingJob) -> dict[str, Any]:
     ids = collapse(job.prompt_ids, job.media)
     if ids is None:
         raise RequestError(PLACEHOLDER_IN_TEXT, param="messages")
@@ -197,10 +197,10 @@ PLACEHOLDER_IN_TEXT = (
 )
 
 
-class Expansion:
+class ImageExpansion:
     """Holds what the engine reports of its prompt to the plan."""
 
-    def __init__(self, replica: Replica, job: Job) -> None:
+    def __init__(self, replica: Replica, job: SamplingJob) -> None:
         self._replica = replica
         self._job = job
         self._pending = bool(job.media)
@@ -233,7 +233,7 @@ def read_ranges(placeholders: Placeholders | None) -> Ranges:
 class PieceChoice(GeneratedChoice):
     """One choice so far, without its logprobs, of the pieces of an answer."""
 
-    def add_piece(self, piece: Piece) -> None:
+    def add_piece(self, piece: ChoicePiece) -> None:
         self.token_ids.extend(piece.token_ids or ())
         self.finish_reason = piece.finish_reason or self.finish_reason
         self.stop_reason = piece.stop_reason if piece.stop_reason is not None else self.stop_reason
@@ -276,7 +276,7 @@ class SampledChoice(PieceChoice):
         """All of it was sampled under one weight version, or (None) it is not known under which."""
         self.versions = [] if version is None else [Version(version, 0, len(self.token_ids))]
 
-    def shown_entries(self, replica: Replica, job: Job) -> list[Logprob]:
+    def shown_entries(self, replica: Replica, job: SamplingJob) -> list[Logprob]:
         """The entries as the harness sees them: it may have asked for fewer alternatives than the engine was, and since 0.33 vLLM returns
         one more where the sampled token is not among the likeliest."""
         if not job.wanted.top_logprobs and replica.precedes((0, 33)):
@@ -284,7 +284,9 @@ class SampledChoice(PieceChoice):
         most = max(job.request.top_logprobs or 0, 1)
         return [msgspec.structs.replace(entry, top_logprobs=_first_tops(entry, most)) for entry in self.entries]
 
-    def finish_parsed(self, replica: Replica, job: Job, parsed: Parsed, prompt_logprobs: PromptLogprobs | None) -> Sampled:
+    def finish_parsed(
+        self, replica: Replica, job: SamplingJob, parsed: Parsed, prompt_logprobs: PromptLogprobs | None
+    ) -> EngineChoice:
         """Raises EngineFailed if the logprobs are of other tokens."""
         if self.message is None:
             named = map(BareLogprob.read_id if self.names_tokens else _token_id, self.entries)
@@ -341,7 +343,7 @@ class Parser:
     They get the request's tools, tool choice and flags, but not its history. `takes_steps`: they parse a reply while it is sampled, and
     tell the ids of its tool calls."""
 
-    def __init__(self, http: EngineHttp, replica: Replica, job: Job) -> None:
+    def __init__(self, http: EngineHttp, replica: Replica, job: SamplingJob) -> None:
         self.takes_steps = not replica.precedes(_TAKES_STEPS_SINCE)
         self._http = http
         self._replica = replica

@@ -1,9 +1,9 @@
 """The request and the answer of the plugin inside vLLM (`proxy.engine.in_vllm.plugin`), as both sides write and read them.
 
 The request is one msgpack map, `Ask`. The answer is a sequence of frames, each four bytes of length (big-endian) and a msgpack array
-whose first item names its kind: `Planned`, then `Piece`s as the reply is sampled, then one `Ended` per choice and `Done`. `Failed` may
-come instead of any frame after the first. A refusal is no frame but vLLM's own JSON error. Ids are little-endian int32, logprobs
-little-endian float32, both as bytes.
+whose first item names its kind: `PlanFrame`, then a `PieceFrame` for each step of the sampling, then one `EndFrame` per choice and
+`DoneFrame`. `FailedFrame` may come instead of any frame after the first. A refusal is no frame but vLLM's own JSON error. Ids are
+little-endian int32, logprobs little-endian float32, both as bytes.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Ask(msgspec.Struct, omit_defaults=True):
     """Media type and bytes of the images that messages name by URLs `sha256:<hex>`, by that name."""
 
 
-class Planned(msgspec.Struct, array_like=True, tag="plan"):
+class PlanFrame(msgspec.Struct, array_like=True, tag="plan"):
     """See reconstruct.prompt.Prompt. The prompt is the first `kept` of the parent's ids and `tail`; the rendering the first
     `shared` of the prompt's ids and `rest`. `max_tokens` is what the window and the budget leave, `defaults` the sampling that the engine
     takes from the body and its own configuration."""
@@ -110,7 +110,7 @@ class Tops(msgspec.Struct, array_like=True):
     logprobs: bytes
 
 
-class Piece(msgspec.Struct, array_like=True, tag="piece"):
+class PieceFrame(msgspec.Struct, array_like=True, tag="piece"):
     """What was sampled of one choice, and the text that the engine's streaming parsers made of it: content, reasoning, tool_calls.
     `shown` are chat-shaped logprobs, for a prompt in place of messages."""
 
@@ -122,7 +122,7 @@ class Piece(msgspec.Struct, array_like=True, tag="piece"):
     shown: list[dict[str, Any]] | None = None
 
 
-class Ended(msgspec.Struct, array_like=True, tag="end"):
+class EndFrame(msgspec.Struct, array_like=True, tag="end"):
     """The end of one choice. `message` is the parse of the whole reply, None if the engine could not parse it, for the reason
     `unparsed`. `versions` are the spans of weight labels; `experts` a `.npy` file. `text` is what the message was read from, where the
     request offers tools."""
@@ -138,17 +138,17 @@ class Ended(msgspec.Struct, array_like=True, tag="end"):
     text: str | None = None
 
 
-class Done(msgspec.Struct, array_like=True, tag="done"):
+class DoneFrame(msgspec.Struct, array_like=True, tag="done"):
     cached_tokens: int
     prompt_logprobs: bytes | None
     """Of each prompt id, NaN for the first."""
 
 
-class Failed(msgspec.Struct, array_like=True, tag="failed"):
+class FailedFrame(msgspec.Struct, array_like=True, tag="failed"):
     message: str
 
 
-Frame = Planned | Piece | Ended | Done | Failed
+Frame = PlanFrame | PieceFrame | EndFrame | DoneFrame | FailedFrame
 
 _LENGTH = struct.Struct(">I")
 _encode = msgspec.msgpack.Encoder().encode

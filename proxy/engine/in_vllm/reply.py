@@ -19,7 +19,7 @@ from vllm.outputs import CompletionOutput
 from vllm.parser import Parser
 from vllm.renderers.online_derenderer import _resolve_logprobs
 
-from proxy.engine.in_vllm.frames import Ask, Ended, Frame, Piece, Tops
+from proxy.engine.in_vllm.frames import Ask, EndFrame, Frame, PieceFrame, Tops
 from proxy.engine.in_vllm.internals import choose
 from reconstruct.details import NO_TOKEN
 from reconstruct.records import Ids
@@ -81,7 +81,7 @@ class Interpreter:
         return [entry.model_dump() for entry in resolved.content or ()]
 
 
-class Reply:
+class ChoiceState:
     """One choice while it is sampled: the state of its streaming parser, and what the whole is made of."""
 
     def __init__(self, index: int, interpreter: Interpreter, ask: Ask, body: Body, prompt: Ids) -> None:
@@ -113,10 +113,10 @@ class Reply:
             frames.append(self._end(output))
         return frames
 
-    def _piece(self, output: CompletionOutput, ids: list[int]) -> Piece:
+    def _piece(self, output: CompletionOutput, ids: list[int]) -> PieceFrame:
         entries = output.logprobs or ()
         shown = self._interpreter.show_text_logprobs(output, self._ask.shown or 0) if self._shows_pieces else None
-        return Piece(
+        return PieceFrame(
             self._index,
             np.array(ids, "<i4").tobytes(),
             np.array([_logprob_of(token, entry) for token, entry in zip(ids, entries, strict=True)], "<f4").tobytes(),
@@ -142,7 +142,7 @@ class Reply:
             return None
         return None if delta is None else delta.model_dump(exclude_none=True)
 
-    def _end(self, output: CompletionOutput) -> Ended:
+    def _end(self, output: CompletionOutput) -> EndFrame:
         message, unparsed, text = None, None, "".join(self._text)
         try:
             message = self._interpreter.parse(self._body, self._prompt, text, self._ids)
@@ -155,7 +155,9 @@ class Reply:
         versions = None if spans is None else [(span.version, span.start, span.end) for span in spans]
         experts = None if output.routed_experts is None else _to_npy(output.routed_experts)
         told = text if isinstance(self._body, ChatCompletionRequest) and self._body.tools else None
-        return Ended(self._index, output.finish_reason, output.stop_reason, message, unparsed, versions, experts, shown, told)
+        return EndFrame(
+            self._index, output.finish_reason, output.stop_reason, message, unparsed, versions, experts, shown, told
+        )
 
 
 def _cut(entries: Sequence[Any], shown: int) -> list[Any]:

@@ -50,10 +50,10 @@ from proxy.engine.in_vllm.frames import (
     About,
     Ancestor,
     Ask,
-    Done,
-    Failed,
+    DoneFrame,
+    FailedFrame,
     Frame,
-    Planned,
+    PlanFrame,
     read_after,
     read_ask,
     read_ids,
@@ -62,7 +62,7 @@ from proxy.engine.in_vllm.frames import (
     write_frame,
 )
 from proxy.engine.in_vllm.internals import choose
-from proxy.engine.in_vllm.reply import Body, Interpreter, Reply, own_logprobs
+from proxy.engine.in_vllm.reply import Body, ChoiceState, Interpreter, own_logprobs
 from reconstruct.media import Ranges, collapse, find_placeholders
 from reconstruct.prompt import Parent, Prompt, Rendering, plan
 from reconstruct.records import Ids, pack_ids
@@ -119,7 +119,7 @@ async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byte
         yield frame
 
 
-class Refused(Exception):
+class VllmRefused(Exception):
     """vLLM refused the request."""
 
     def __init__(self, error: ErrorResponse) -> None:
@@ -159,7 +159,7 @@ class _Planned:
     body: Body
     prompt: Ids
     media: Ranges
-    frame: Planned
+    frame: PlanFrame
 
 
 class Sampler:
@@ -183,7 +183,7 @@ class Sampler:
         """The frames of the answer, or vLLM's refusal. Raises what vLLM's handlers raise."""
         try:
             planned = await self._plan(ask, raw)
-        except Refused as refused:
+        except VllmRefused as refused:
             return refused.error
         results = await self._tokens.serve_tokens(planned.request, raw)
         return results if isinstance(results, ErrorResponse) else self._write(ask, planned, results)
@@ -191,7 +191,7 @@ class Sampler:
     # The prompt
 
     async def _plan(self, ask: Ask, raw: Request) -> _Planned:
-        """Raises Refused."""
+        """Raises VllmRefused."""
         fields = _read_json(ask.body)
         if "prompt" in fields or ask.ids is not None:
             request, body = await self._render_prompt(fields, ask, raw)
@@ -218,7 +218,7 @@ class Sampler:
         completed, defaults = _complete(request, ask, prompt, sampling)
         if known.media:
             _give_images(completed, known, _list_images(fields["messages"]))
-        frame = Planned(
+        frame = PlanFrame(
             kept,
             tail,
             shared,
@@ -263,7 +263,7 @@ class Sampler:
         self, fields: dict[str, Any], rendering: Rendering, raw: Request, *, required: bool
     ) -> tuple[GenerateRequest, Body] | None:
         """vLLM's request for these messages, and the chat request as its parsers adjusted it; None if they are rejected and not
-        required. Raises Refused if they are required."""
+        required. Raises VllmRefused if they are required."""
         # Of images only their places are wanted: the engine is given the images themselves.
         changed = {**fields, "messages": list(rendering.messages), "stream": False, "mm_payload": "none"}
         if not rendering.add_generation_prompt:
@@ -279,12 +279,12 @@ class Sampler:
             return None
         if isinstance(made, ErrorResponse):
             if required or made.error.code not in _REFUSALS:
-                raise Refused(made)
+                raise VllmRefused(made)
             return None
         return made, body
 
     async def _render_prompt(self, fields: dict[str, Any], ask: Ask, raw: Request) -> tuple[GenerateRequest, Body]:
-        """vLLM's request for a prompt of text or ids, or for messages whose ids are planned already. Raises Refused."""
+        """vLLM's request for a prompt of text or ids, or for messages whose ids are planned already. Raises VllmRefused."""
         if ask.ids is None or "prompt" in fields:
             # The real limit is set once the ids are known; the API's default would be subtracted from the window.
             changed = {**fields, "max_tokens": 1, "stream": False}
@@ -293,7 +293,7 @@ class Sampler:
             completion = _validate(CompletionRequest, changed)
             made = await self._render.render_completion_request(completion, raw)
             if isinstance(made, ErrorResponse):
-                raise Refused(made)
+                raise VllmRefused(made)
             if len(made) != 1:
                 raise VLLMValidationError("one prompt per request", parameter="prompt")
             return made[0], completion
@@ -301,14 +301,14 @@ class Sampler:
         chat = _validate(ChatCompletionRequest, {**fields, "stream": False, "kv_transfer_params": given})
         made = await self._render.render_chat_request(chat, raw)
         if isinstance(made, ErrorResponse):
-            raise Refused(made)
+            raise VllmRefused(made)
         return made, chat
 
     def _fit(self, ask: Ask, prompt_length: int, field: str) -> int:
-        """What the window and the budget leave. Raises Refused if that is nothing."""
+        """What the window and the budget leave. Raises VllmRefused if that is nothing."""
         room = self._window - prompt_length
         if room < 1:
-            raise Refused(
+            raise VllmRefused(
                 create_error_response(
                     f"This model's maximum context length is {self._window} tokens. However, your {field} resulted in "
                     f"{prompt_length} tokens. Please reduce the length of the {field}.",
@@ -321,7 +321,7 @@ class Sampler:
         choices = ask.sampling.get("n") or 1
         left = ask.max_total - prompt_length * choices
         if left < choices:
-            raise Refused(create_error_response(f"the prompt of {prompt_length} tokens leaves no room", param=BUDGET))
+            raise VllmRefused(create_error_response(f"the prompt of {prompt_length} tokens leaves no room", param=BUDGET))
         return min(most, left // choices)
 
     # The reply
@@ -329,7 +329,7 @@ class Sampler:
     async def _write(self, ask: Ask, planned: _Planned, results: AsyncIterator[RequestOutput]) -> AsyncIterator[bytes]:
         """Yields the plan with the first output, so that a refusal by the engine is raised before anything was sent."""
         replies = [
-            Reply(index, self._interpreter, ask, planned.body, planned.prompt)
+            ChoiceState(index, self._interpreter, ask, planned.body, planned.prompt)
             for index in range(planned.request.sampling_params.n)
         ]
         cached, prompt_logprobs, begun = 0, None, False
@@ -347,12 +347,12 @@ class Sampler:
                 begun = True
                 yield b"".join(map(write_frame, frames))
             told = None if prompt_logprobs is None else own_logprobs(planned.prompt.tolist(), prompt_logprobs)
-            yield write_frame(Done(cached, told))
+            yield write_frame(DoneFrame(cached, told))
         except Exception as error:
             if not begun:
                 raise
             log.exception("request %s broke off", ask.request_id)
-            yield write_frame(Failed(f"{type(error).__name__}: {error}"))
+            yield write_frame(FailedFrame(f"{type(error).__name__}: {error}"))
 
 
 # Images. Hashes and ranges that a client gives are trusted by vLLM 0.32, so it is given the images themselves with one placeholder for

@@ -68,7 +68,7 @@ def replica_at(url: str) -> Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ReplicaAddress:
     """A replica the pool should have. `source`: settings, api or the watched name."""
 
     url: str
@@ -144,9 +144,9 @@ class Membership:
         self.declared: Mapping[str, str] = self._models
         """The policy of every declared model; the settings win over added engines."""
 
-    def members(self) -> list[Member]:
+    def members(self) -> list[ReplicaAddress]:
         """Each name once: settings win over added engines, and single addresses over watched names."""
-        found: dict[str, Member] = {}
+        found: dict[str, ReplicaAddress] = {}
         for watched in (False, True):
             for spec in self.specs:
                 if spec.is_watched == watched:
@@ -168,13 +168,13 @@ class Membership:
                 log.warning("cannot read the added engines: %s", error)
         await asyncio.gather(*(self._resolve(spec.url) for spec in self.specs if spec.is_watched))
 
-    def _members_of(self, spec: EngineSpec) -> list[Member]:
+    def _members_of(self, spec: EngineSpec) -> list[ReplicaAddress]:
         if not spec.is_watched:
-            return [Member(spec.url, spec.policy, "settings" if spec in self.fixed else "api")]
+            return [ReplicaAddress(spec.url, spec.policy, "settings" if spec in self.fixed else "api")]
         port = urlsplit(spec.url).port
         addresses = self._addresses.get(spec.url, ())
         return [
-            Member(f"http://{f'[{address}]' if ':' in address else address}:{port}", spec.policy, spec.url)
+            ReplicaAddress(f"http://{f'[{address}]' if ':' in address else address}:{port}", spec.policy, spec.url)
             for address in addresses
         ]
 

@@ -22,7 +22,7 @@ from proxy.engine.apis.contact import EngineKinds
 from proxy.engine.apis.probe import trace_connections
 from proxy.engine.apis.renderer import LocalRenderer
 from proxy.engine.pool.adapters import explain_conflict, follow_adapters
-from proxy.engine.pool.membership import Member, Membership, Resolver, replica_at, resolve_with_system
+from proxy.engine.pool.membership import Membership, ReplicaAddress, Resolver, replica_at, resolve_with_system
 from proxy.engine.pool.seats import Caller, Gate, Seats, rank_replicas
 from proxy.engine.pool.stalls import Stalls
 from proxy.engine.pool.standing import Standing, Watches
@@ -249,7 +249,7 @@ class EnginePool:
             looked.set()
             await asyncio.sleep(self._settings.engine_watch_seconds)
 
-    def _reconcile(self, wanted: dict[str, Member]) -> None:
+    def _reconcile(self, wanted: dict[str, ReplicaAddress]) -> None:
         def stays(replica: Replica) -> bool:
             member = wanted.get(replica.name)
             return member is not None and (member.url, member.policy) == (replica.url, replica.policy)
@@ -274,7 +274,7 @@ class EnginePool:
         self._leaving += replica.engine
         self._watches.end(replica)
 
-    def _make(self, member: Member) -> Replica:
+    def _make(self, member: ReplicaAddress) -> Replica:
         replica = replica_at(member.url)
         replica.policy, replica.source = member.policy, member.source
         replica.max_calls, replica.health = self._settings.engine_max_calls, Health(self._rule)

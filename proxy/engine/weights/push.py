@@ -213,8 +213,8 @@ class WeightUpdater:
         identity: str,
         meeting: Meeting | None,
         watch: Watcher,
-    ) -> Outcome:
-        outcome = Outcome(replica.name, watch)
+    ) -> ReplicaPush:
+        outcome = ReplicaPush(replica.name, watch)
         guard = Guard(lock.check, commit, tell=outcome.tell)
         if meeting is not None:
             guard = Guard(lock.check, commit, lambda: meeting.arrive(replica.name), outcome.tell)
@@ -254,14 +254,14 @@ class WeightUpdater:
         switch(replica, served, cut=push.mode == "abort")
         await unload_old(api, replica, before, identity)
 
-    def _settle_pool(self, replicas: Sequence[Replica], outcomes: Sequence[Outcome], applied: bool) -> None:
+    def _settle_pool(self, replicas: Sequence[Replica], outcomes: Sequence[ReplicaPush], applied: bool) -> None:
         for replica, outcome in zip(replicas, outcomes, strict=True):
             if outcome.error is not None and (applied or isinstance(outcome.error, ReplicaLeft)):
                 cause = outcome.error.__cause__
                 problem = cause.message if isinstance(cause, StoreUnavailable) else ""
                 self._pool.mark_failed(replica, f"new weights failed: {outcome.error.message}", problem)
 
-    def _answer(self, push: Push, outcomes: Sequence[Outcome], applied: bool, seconds: float) -> dict[str, Any]:
+    def _answer(self, push: Push, outcomes: Sequence[ReplicaPush], applied: bool, seconds: float) -> dict[str, Any]:
         results = {outcome.name: outcome.as_wire() for outcome in outcomes}
         for replica in self._pool.of(push.policy):
             results.setdefault(replica.name, {"ok": False, "seconds": 0.0, "paused_seconds": 0.0, "error": replica.reason})
@@ -271,7 +271,7 @@ class WeightUpdater:
             answer["error"] = next(result["error"] for result in results.values() if "error" in result)
         return answer
 
-    def _count(self, push: Push, outcomes: Sequence[Outcome], answer: dict[str, Any]) -> None:
+    def _count(self, push: Push, outcomes: Sequence[ReplicaPush], answer: dict[str, Any]) -> None:
         whole = all(result["ok"] for result in answer["replicas"].values())
         outcome = "failed" if not answer["applied"] else "applied" if whole else "partial"
         self._metrics.count_push(push.policy, push.mode, outcome, answer["seconds"])
@@ -336,7 +336,7 @@ def _check_path(path: str, roots: list[Path]) -> None:
 
 
 @dataclass(slots=True)
-class Outcome:
+class ReplicaPush:
     """One replica's part of a push: `error` is None if it runs on the new weights. It sampled nothing for `paused_seconds`."""
 
     name: str

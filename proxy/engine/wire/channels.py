@@ -1,4 +1,4 @@
-"""HTTP connections to engines: a Channel carries one request after another, an Answer arrives on it, Channels keeps the idle ones.
+"""HTTP connections to engines: a Channel carries one request after another, an EngineResponse arrives on it, Channels keeps the idle ones.
 
 They do what a call needs and no more: a POST or GET, and its answer whole or in pieces. A general client spends several times as
 long on a request in Python, and every call makes three requests. There is no limit on the number of connections.
@@ -69,13 +69,13 @@ class Channel(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport
-        self._answer: Answer | None = None
+        self._answer: EngineResponse | None = None
 
-    async def ask(self, head: bytes, body: bytes) -> Answer:
+    async def ask(self, head: bytes, body: bytes) -> EngineResponse:
         """The answer, once its status and headers are there. Raises ChannelError, and TimeoutError if the engine is silent."""
         if self._answer is not None:
             raise RuntimeError("the connection has not finished its last request")
-        answer = self._answer = Answer(self, self._read_seconds)
+        answer = self._answer = EngineResponse(self, self._read_seconds)
         self._transport.write(head + body)
         try:
             await answer.wait_for_status()
@@ -151,7 +151,7 @@ class Channel(asyncio.Protocol):
             self.close()
 
 
-class Answer:
+class EngineResponse:
     """An engine's answer: `status`, `location` of a redirect, `retry_after` of a refusal, and the body, which can be read once, whole or
     in pieces."""
 
@@ -174,7 +174,7 @@ class Answer:
         self._waiting: asyncio.Future[bool] | None = None
         self._hear: Callable[[bytes], bool] | None = None
 
-    async def __aenter__(self) -> Answer:
+    async def __aenter__(self) -> EngineResponse:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -381,7 +381,7 @@ class Channels:
         """The connections without a request."""
         return [channel for channels in self._idle.values() for channel in channels]
 
-    async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+    async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> EngineResponse:
         """Post a body, JSON if the headers do not name another type. With the header "Connection: close" over a new connection.
 
         Raises ChannelError, and TimeoutError after too long a silence."""
@@ -389,7 +389,7 @@ class Channels:
         more = f"Content-Length: {len(body)}\r\n{lines}\r\n"
         return await self._ask(b"POST", url, more.encode("latin-1"), body, fresh=headers.get("Connection") == "close")
 
-    async def get(self, url: str, headers: Mapping[str, str] = _NO_HEADERS) -> Answer:
+    async def get(self, url: str, headers: Mapping[str, str] = _NO_HEADERS) -> EngineResponse:
         """As `post`."""
         more = f"{_lines(headers)}\r\n".encode("latin-1")
         return await self._ask(b"GET", url, more, b"", fresh=headers.get("Connection") == "close")
@@ -401,7 +401,7 @@ class Channels:
             channel.close()
         self._idle.clear()
 
-    async def _ask(self, method: bytes, url: str, more: bytes, body: bytes, *, fresh: bool = False) -> Answer:
+    async def _ask(self, method: bytes, url: str, more: bytes, body: bytes, *, fresh: bool = False) -> EngineResponse:
         target = _target(url)
         channel = (None if fresh else self._take_idle(target)) or await self._connect(target)
         authorized = b"" if b"\nAuthorization:" in target.lines else self._key

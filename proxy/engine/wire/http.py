@@ -11,15 +11,15 @@ from typing import Any, Generic, TypeVar
 import aiohttp
 import msgspec
 
-from proxy.engine.in_vllm.frames import MEDIA_TYPE, Done, Failed, FrameDecoder, Planned
+from proxy.engine.in_vllm.frames import MEDIA_TYPE, DoneFrame, FailedFrame, FrameDecoder, PlanFrame
 from proxy.engine.replica import Replica
 from proxy.engine.wire.channels import (
-    Answer,
     BrokenOff,
     CannotConnect,
     ChannelError,
     Channels,
     ConnectTimeout,
+    EngineResponse,
     Unanswered,
 )
 from proxy.engine.wire.refusals import FramesRefused, frames_refusal, is_pause, paused, read_retry_after, refusal
@@ -198,10 +198,10 @@ class EngineHttp:
         *,
         stream: bool,
         headers: dict[str, str] | None = None,
-    ) -> Answers[A]:
+    ) -> ReplyStream[A]:
         """`async with http.receive(…) as answers:` sends a sampling request; `answers.read()` gives its answer, or the events of a streamed
         one. Raises as `post`; EngineFailed if the answer reports an error."""
-        return Answers(
+        return ReplyStream(
             self,
             self._channels,
             replica,
@@ -290,7 +290,7 @@ class EngineHttp:
         return EngineFailed(f"engine {replica.name} broke off: {type(error).__name__}")
 
 
-class Answers(Generic[A]):
+class ReplyStream(Generic[A]):
     """The answer to one sampling request while it arrives, whole or as a stream of events."""
 
     _refusal = staticmethod(refusal)
@@ -316,11 +316,11 @@ class Answers(Generic[A]):
         self._scope = scope
         self._events = EventDecoder() if stream else None
         self._headers = headers
-        self._answer: Answer | None = None
+        self._answer: EngineResponse | None = None
         self._ended = False
         self._error: VerbatimError | None = None
 
-    async def __aenter__(self) -> Answers[A]:
+    async def __aenter__(self) -> ReplyStream[A]:
         try:
             with Waiting(ENGINE):
                 answer = self._answer = await self._channels.post(self._replica.url + self._path, self._body, self._headers)
@@ -394,7 +394,7 @@ class Answers(Generic[A]):
             take(self._parse(event))
         return True
 
-    async def _read_events(self, answer: Answer, decoder: EventDecoder, seconds: float | None) -> list[A]:
+    async def _read_events(self, answer: EngineResponse, decoder: EventDecoder, seconds: float | None) -> list[A]:
         while not self._ended:
             with Waiting(ENGINE):
                 piece = await answer.read_piece(seconds)
@@ -450,9 +450,9 @@ class Answers(Generic[A]):
             self._answer.leave(failed=failed)
 
 
-class Frames(Answers[Any]):
-    """The answer of the plugin inside vLLM, whole or streamed, to `follow`. The last frame must be Done or Failed. Raises FramesRefused
-    where it is refused on the way."""
+class Frames(ReplyStream[Any]):
+    """The answer of the plugin inside vLLM, whole or streamed, to `follow`. The last frame must be `DoneFrame` or `FailedFrame`. Raises
+    FramesRefused where it is refused on the way."""
 
     _refusal = staticmethod(frames_refusal)
 
@@ -470,13 +470,13 @@ class Frames(Answers[Any]):
         for frame in frames:
             take(frame)
         # The plan is the API server's work, and no sign that the engine behind it samples.
-        if frames and not isinstance(frames[-1], Planned):
+        if frames and not isinstance(frames[-1], PlanFrame):
             self._scope.heard_at = time.perf_counter()
-        return not (frames and isinstance(frames[-1], Done | Failed))
+        return not (frames and isinstance(frames[-1], DoneFrame | FailedFrame))
 
 
 async def _read_refusal(
-    replica: Replica, path: str, answer: Answer, read: Callable[..., VerbatimError] = refusal
+    replica: Replica, path: str, answer: EngineResponse, read: Callable[..., VerbatimError] = refusal
 ) -> VerbatimError:
     return read(replica, path, answer.status, await answer.read_refusal(), read_retry_after(answer.retry_after))
 

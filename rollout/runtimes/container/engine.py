@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rollout.runtimes.base import DiskFull, RuntimeFailed
-from rollout.runtimes.command import Limits, finish_process, start_process
+from rollout.runtimes.command import ExecLimits, finish_process, start_process
 from rollout.runtimes.processes import kill_tree
 from rollout.runtimes.settings import RuntimeSettings
 
@@ -53,7 +53,7 @@ class Engine:
                 if process.returncode is None:
                     kill_tree(process.pid)
 
-            done = await finish_process(process, b"", Limits(seconds), send)
+            done = await finish_process(process, b"", ExecLimits(seconds), send)
         if done.exit_code == 0 and not done.timed_out:
             return done.stdout.decode(errors="replace").strip()
         reason = f"it took more than {seconds:g} seconds" if done.timed_out else done.stderr.decode(errors="replace").strip()

@@ -88,7 +88,7 @@ def read_environment(pid: int) -> dict[bytes, bytes]:
         return dict(entry.split(b"=", 1) for entry in file.read().split(b"\0") if b"=" in entry)
 
 
-class Filter(ctypes.Structure):
+class BpfProgram(ctypes.Structure):
     """`struct sock_fprog`: the number of 8-byte instructions, and their address."""
 
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
@@ -98,7 +98,7 @@ def apply_filter(calls: bytes, libc: ctypes.CDLL) -> None:
     """Applies the filter to this process and what it starts. From then on no program can gain privileges."""
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "new privileges cannot be refused")
-    given = Filter(len(calls) // 8, calls)
+    given = BpfProgram(len(calls) // 8, calls)
     if calls and libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(given), 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "system calls cannot be filtered")
 

@@ -40,8 +40,8 @@ from rollout.runtimes.base import (
     check_user,
     describe_os_error,
 )
-from rollout.runtimes.command import Limits, finish_process, merge_variables, render_exports, start_process, wrap_in_shell
-from rollout.runtimes.command_runtime import Command, CommandRuntime
+from rollout.runtimes.command import ExecLimits, finish_process, merge_variables, render_exports, start_process, wrap_in_shell
+from rollout.runtimes.command_runtime import CommandRuntime, RuntimeCommand
 from rollout.runtimes.container.engine import Engine, find_engine
 from rollout.runtimes.disk import DiskWatch, find_overlay
 from rollout.runtimes.installs import ImageInstalls, Uses, claim_folder, delete_folder
@@ -171,7 +171,7 @@ class ContainerRuntime(CommandRuntime):
             self._written.append(overlay)
         if self._is_proxied:
             self._passage = await Passage(first, self._proxy).__aenter__()
-        done = await self._run_bare(["mkdir", "-p", self.workdir, self.home], limits=Limits(START_SECONDS))
+        done = await self._run_bare(["mkdir", "-p", self.workdir, self.home], limits=ExecLimits(START_SECONDS))
         if done.exit_code != 0:
             raise RuntimeFailed(f"{self.workdir} cannot be made: {done.stderr.decode(errors='replace').strip()}")
         await self._check_workdir()
@@ -246,7 +246,7 @@ class ContainerRuntime(CommandRuntime):
             )
 
     async def _can_write_workdir(self) -> bool:
-        return (await self._run_bare(["test", "-w", self.workdir], limits=Limits(START_SECONDS))).exit_code == 0
+        return (await self._run_bare(["test", "-w", self.workdir], limits=ExecLimits(START_SECONDS))).exit_code == 0
 
     @property
     def _is_proxied(self) -> bool:
@@ -270,7 +270,7 @@ class ContainerRuntime(CommandRuntime):
     def map_url(self, url: str) -> str:
         return map_url(self._proxy, url) if self._is_proxied else url
 
-    async def _run_command(self, command: Command) -> Executed:
+    async def _run_command(self, command: RuntimeCommand) -> Executed:
         within = self._processes
         if self._engine is None or within is None:
             raise RuntimeFailed(f"the runtime {self.name} has not started")

@@ -48,7 +48,7 @@ class NameTaken(RuntimeFailed):
     """Another pod has this name."""
 
 
-class Cluster:
+class PodApi:
     """`owner` is the node's own pod if it lives in the same namespace."""
 
     def __init__(self, configuration: Configuration, namespace: str, owner: Owner | None) -> None:
@@ -214,7 +214,7 @@ def _find_message(text: str) -> str | None:
     return message
 
 
-async def load_cluster(settings: RuntimeSettings) -> Cluster:
+async def load_cluster(settings: RuntimeSettings) -> PodApi:
     """The cluster that the settings name: the one this process runs in, or a context of the kubeconfig. Raises `RuntimeFailed`."""
     try:
         from kubernetes.aio import config
@@ -235,7 +235,7 @@ async def load_cluster(settings: RuntimeSettings) -> Cluster:
     except Exception as error:
         raise RuntimeFailed(f"no Kubernetes cluster is configured: {error}") from error
     namespace = settings.kubernetes_namespace or here or "default"
-    return Cluster(configuration, namespace, _find_owner(settings, namespace, settings.kubernetes_pod_namespace or here))
+    return PodApi(configuration, namespace, _find_owner(settings, namespace, settings.kubernetes_pod_namespace or here))
 
 
 def _read_own_namespace() -> str | None:

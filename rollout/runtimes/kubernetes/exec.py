@@ -18,10 +18,10 @@ from typing import Any
 from aiohttp import ClientError, ClientWebSocketResponse, WSMsgType
 
 from rollout.runtimes.base import DiskFull, Executed, RuntimeFailed
-from rollout.runtimes.command import Limits, Sink, run_bounded
+from rollout.runtimes.command import ExecLimits, Sink, run_bounded
 from rollout.runtimes.files import is_disk_full_message
 from rollout.runtimes.kubernetes import cluster, manifest
-from rollout.runtimes.kubernetes.cluster import Cluster, Pod
+from rollout.runtimes.kubernetes.cluster import Pod, PodApi
 from rollout.runtimes.kubernetes.manifest import ENDED, INSIDE
 
 STDIN, STDOUT, STDERR, OUTCOME = 0, 1, 2, 3
@@ -39,7 +39,7 @@ class Lost(RuntimeFailed):
 class PodCommand:
     """`pod` is the pod's name. `identity` marks the command's processes."""
 
-    def __init__(self, cluster: Cluster, pod: str) -> None:
+    def __init__(self, cluster: PodApi, pod: str) -> None:
         self._cluster = cluster
         self._pod = pod
         self.identity = uuid.uuid4().hex
@@ -49,7 +49,7 @@ class PodCommand:
         self._killed = False
         self._signals: set[asyncio.Task[None]] = set()
 
-    async def run(self, script: bytes, stdin: bytes, limits: Limits) -> Executed:
+    async def run(self, script: bytes, stdin: bytes, limits: ExecLimits) -> Executed:
         """Raises `RuntimeFailed`, `DiskFull`."""
         outputs: list[ShellOutput] = []
 

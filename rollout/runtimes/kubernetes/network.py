@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.runtimes.base import ProxyAddress, RuntimeFailed
-from rollout.runtimes.kubernetes.cluster import Cluster
+from rollout.runtimes.kubernetes.cluster import PodApi
 from rollout.runtimes.kubernetes.manifest import MANAGED, NETWORK_LABEL, PROXY_LABEL, ResolvedProxy
 from rollout.runtimes.settings import RuntimeSettings
 
@@ -28,7 +28,7 @@ _EXAMPLE = ResolvedProxy("", ("192.0.2.1",), 80)
 class Isolation:
     """How the settings of a node isolate its pods."""
 
-    cluster: Cluster
+    cluster: PodApi
     settings: RuntimeSettings
 
     async def check(self) -> None:

@@ -30,10 +30,10 @@ from rollout.runtimes.base import (
     check_path,
     check_user,
 )
-from rollout.runtimes.command import Limits, merge_variables, wait_settled
-from rollout.runtimes.command_runtime import Command, CommandRuntime
+from rollout.runtimes.command import ExecLimits, merge_variables, wait_settled
+from rollout.runtimes.command_runtime import CommandRuntime, RuntimeCommand
 from rollout.runtimes.kubernetes import cluster, manifest
-from rollout.runtimes.kubernetes.cluster import Cluster, NameTaken, Pod
+from rollout.runtimes.kubernetes.cluster import NameTaken, Pod, PodApi
 from rollout.runtimes.kubernetes.exec import PodCommand
 from rollout.runtimes.kubernetes.manifest import INSIDE, PodSettings
 from rollout.runtimes.kubernetes.network import Isolation, resolve_proxy
@@ -52,7 +52,7 @@ class KubernetesKind:
     def __init__(self, settings: RuntimeSettings | None = None, *, grace_seconds: float = GRACE_SECONDS) -> None:
         self.settings = settings or read_environment()
         self.grace_seconds = grace_seconds
-        self._cluster: Cluster | None = None
+        self._cluster: PodApi | None = None
 
     def check(self, spec: RuntimeSpec) -> None:
         check_common(spec)
@@ -73,7 +73,7 @@ class KubernetesKind:
             return str(error)
         return None
 
-    async def load_cluster(self) -> Cluster:
+    async def load_cluster(self) -> PodApi:
         """Raises `RuntimeFailed`."""
         if self._cluster is None:
             self._cluster = await cluster.load_cluster(self.settings)
@@ -112,7 +112,7 @@ class PodRuntime(CommandRuntime):
         await self._wait_until_running(cluster)
         await self._find_places()
 
-    async def _prepare(self, cluster: Cluster) -> dict[str, Any]:
+    async def _prepare(self, cluster: PodApi) -> dict[str, Any]:
         """The pod's manifest; its network is isolated by the time this returns. Raises `RuntimeFailed`."""
         settings, labels, proxy = self._kind.settings, manifest.make_labels(self._spec, self.name), None
         if self._spec.network == "proxy":
@@ -129,7 +129,7 @@ class PodRuntime(CommandRuntime):
         )
         return manifest.make_manifest(self._spec, self.name, labels, pod)
 
-    async def _create(self, cluster: Cluster, described: Mapping[str, Any]) -> None:
+    async def _create(self, cluster: PodApi, described: Mapping[str, Any]) -> None:
         self._claimed = True
         creating = asyncio.ensure_future(cluster.create_pod(described))
         cancelled = await wait_settled(creating)
@@ -141,7 +141,7 @@ class PodRuntime(CommandRuntime):
         if cancelled:
             raise asyncio.CancelledError
 
-    async def _wait_until_running(self, in_cluster: Cluster) -> None:
+    async def _wait_until_running(self, in_cluster: PodApi) -> None:
         last: Pod = {}
 
         def decide(pod: Pod | None) -> str | None:
@@ -162,7 +162,7 @@ class PodRuntime(CommandRuntime):
     async def _find_places(self) -> None:
         """Sets home and workdir. The command has the image's own variables, of which HOME is one."""
         argv = ["/bin/sh", "-c", manifest.PLACES, INSIDE, self._spec.workdir or "", WORKDIR]
-        done = await self._run(Command(argv, {}, "/", b"", Limits(_START_SECONDS), None))
+        done = await self._run(RuntimeCommand(argv, {}, "/", b"", ExecLimits(_START_SECONDS), None))
         if done.exit_code != 0:
             raise RuntimeFailed(f"the pod {self.name} has no place to work: {done.stderr.decode(errors='replace').strip()}")
         self.home, self.workdir = os.fsdecode(done.stdout).splitlines()
@@ -170,7 +170,7 @@ class PodRuntime(CommandRuntime):
     def map_url(self, url: str) -> str:
         return url
 
-    async def _run_command(self, command: Command) -> Executed:
+    async def _run_command(self, command: RuntimeCommand) -> Executed:
         if self._uid is None:
             raise RuntimeFailed(f"the runtime {self.name} has not started")
         if command.network not in (None, self._spec.network):

@@ -33,7 +33,7 @@ from rollout.runtimes.base import (
     describe_os_error,
 )
 from rollout.runtimes.command import HeldCommand, finish_process, merge_variables, wrap_in_shell
-from rollout.runtimes.command_runtime import Command, CommandRuntime
+from rollout.runtimes.command_runtime import CommandRuntime, RuntimeCommand
 from rollout.runtimes.disk import DiskWatch
 from rollout.runtimes.installs import claim_folder, delete_folder
 from rollout.runtimes.local import resources
@@ -166,7 +166,7 @@ class LocalRuntime(CommandRuntime):
     def map_url(self, url: str) -> str:
         return passage.map_url(self._proxy, url) if self._spec.network == "proxy" else url
 
-    async def _run_command(self, command: Command) -> Executed:
+    async def _run_command(self, command: RuntimeCommand) -> Executed:
         line = wrap_in_shell(command.workdir, command.argv)
         env = merge_variables(self._get_environment(), command.env)
         # A network namespace costs more than sharing the node's, so a command of ours that uses no network shares it.
@@ -174,7 +174,7 @@ class LocalRuntime(CommandRuntime):
         async with self._hold(line, env, has_network) as held:
             return await self._release(held, command, has_network)
 
-    async def _release(self, held: HeldCommand, command: Command, has_network: bool) -> Executed:
+    async def _release(self, held: HeldCommand, command: RuntimeCommand, has_network: bool) -> Executed:
         """Runs the command to its end, under its limits."""
         exceeded = False
 

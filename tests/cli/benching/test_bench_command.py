@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cli.benching.measurement import Cost, Counters, Endpoint, Request, Round, Tally, compute_cost, quantile
+from cli.benching.measurement import Cost, Counters, LoadShape, Round, Tally, Target, compute_cost, quantile
 from tests.support.engine.scripted_engine import Generation, Say, ScriptedEngine
 from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.redis_server import RedisServer
@@ -142,8 +142,8 @@ def test_only_what_one_process_tells_of_just_these_calls_is_believed() -> None:
 async def test_a_fault_of_the_measurement_itself_is_raised() -> None:
     """Here the numbers of its calls come to an end."""
     with pytest.raises(RuntimeError, match="StopIteration"):
-        await Round(Request("m", 1, 1, True), 1, SECONDS, lambda: False).run(
-            [Endpoint("http://127.0.0.1:9")], iter(()), Tally()
+        await Round(LoadShape("m", 1, 1, True), 1, SECONDS, lambda: False).run(
+            [Target("http://127.0.0.1:9")], iter(()), Tally()
         )
 
 

@@ -13,7 +13,7 @@ import pytest
 from datasets import load_dataset
 
 from cli.engine_access import check_engine, open_engine_client
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 from tests.cli.generation.test_generate import SECONDS, lines, task, variables, written
 from tests.proxy.call.test_flow import TOOLS
 from tests.support.engine.scripted_engine import ScriptedEngine
@@ -158,7 +158,7 @@ def test_the_key_is_sent_whatever_else_the_environment_says_of_a_service(vendor:
 @pytest.mark.parametrize("text", ["", "one\ntwo\n", "with a blank"])
 def test_a_key_file_that_holds_no_key_or_several_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "key").write_text(text)
-    with pytest.raises(Refusal, match=f"--engine-api-key-file {tmp_path}/key: "):
+    with pytest.raises(CommandError, match=f"--engine-api-key-file {tmp_path}/key: "):
         open_engine_client(60.0, tmp_path / "key")
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cli.generation.attempts import NAMES, Accept, Attempt, Decision, Input, Limits, Progress, judge, measure_seconds
+from cli.generation.attempts import NAMES, Accept, Attempt, Decision, Input, Progress, RoundPlan, judge, measure_seconds
 from cli.generation.folder import GenerationFolder
 from cli.generation.rounds import find_shared_failure
 from cli.generation.screen import make_table, summarize, summarize_failures, summarize_input
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 from proxy.archive.folder import ArchiveWriter
 
 VALUES: dict[str, Any] = {
@@ -63,7 +63,7 @@ def test_an_expression_is_evaluated_over_what_is_known_of_an_attempt(text: str, 
     ],
 )
 def test_an_expression_that_cannot_be_used_is_refused_before_anything_starts(text: str, says: str) -> None:
-    with pytest.raises(Refusal, match="--accept") as refused:
+    with pytest.raises(CommandError, match="--accept") as refused:
         Accept(text)
     assert says in str(refused.value) and refused.value.exit_code == 2
 
@@ -83,15 +83,15 @@ def test_an_attempt_that_lacks_what_is_asked_says_so() -> None:
 @pytest.mark.parametrize(
     ("limits", "made", "accepted", "following"),
     [
-        (Limits(8, 8, 1), 8, 0, 0),
-        (Limits(1, 4, 1), 1, 0, 1),
-        (Limits(1, 4, None), 1, 1, 0),
-        (Limits(4, 6, 2), 4, 1, 2),
-        (Limits(4, 16, 2), 4, 2, 0),
+        (RoundPlan(8, 8, 1), 8, 0, 0),
+        (RoundPlan(1, 4, 1), 1, 0, 1),
+        (RoundPlan(1, 4, None), 1, 1, 0),
+        (RoundPlan(4, 6, 2), 4, 1, 2),
+        (RoundPlan(4, 16, 2), 4, 2, 0),
     ],
 )
 def test_a_round_follows_while_too_few_are_accepted_and_more_may_be_made(
-    limits: Limits, made: int, accepted: int, following: int
+    limits: RoundPlan, made: int, accepted: int, following: int
 ) -> None:
     assert limits.next_round(made, accepted) == following
 
@@ -104,10 +104,10 @@ def test_the_best_are_kept_and_of_equal_ones_the_earlier() -> None:
 
     made = [attempt(0, 0.5), attempt(1, 1.0), attempt(2, 0.5), attempt(3, 1.0)]
     for ended in (made, made[::-1]):
-        assert [kept.index for kept in Limits(4, 4, 3).select(ended, lambda attempt: True)] == [1, 3, 0]
-    assert [kept.index for kept in Limits(4, 4, None).select(made, lambda attempt: True)] == [0, 1, 2, 3]
+        assert [kept.index for kept in RoundPlan(4, 4, 3).select(ended, lambda attempt: True)] == [1, 3, 0]
+    assert [kept.index for kept in RoundPlan(4, 4, None).select(made, lambda attempt: True)] == [0, 1, 2, 3]
     # A session that is gone makes place for the next best.
-    assert [kept.index for kept in Limits(4, 4, 2).select(made, lambda attempt: attempt.index != 1)] == [3, 0]
+    assert [kept.index for kept in RoundPlan(4, 4, 2).select(made, lambda attempt: attempt.index != 1)] == [3, 0]
 
 
 def test_a_run_that_was_broken_off_takes_nothing_back_of_what_was_decided(tmp_path: Path) -> None:
@@ -122,14 +122,14 @@ def test_a_run_that_was_broken_off_takes_nothing_back_of_what_was_decided(tmp_pa
 
 
 def test_of_two_generations_in_one_folder_the_second_changes_nothing(tmp_path: Path) -> None:
-    with ArchiveWriter(tmp_path / "accepted"), pytest.raises(Refusal, match="cannot be used"):
+    with ArchiveWriter(tmp_path / "accepted"), pytest.raises(CommandError, match="cannot be used"):
         GenerationFolder(tmp_path, {}).__enter__()
     assert not (tmp_path / "generation.json").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_named_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(Refusal, match=r"cannot be used: .*/file: File exists$"):
+    with pytest.raises(CommandError, match=r"cannot be used: .*/file: File exists$"):
         GenerationFolder(tmp_path / "file", {}).__enter__()
 
 
@@ -226,5 +226,5 @@ def attempted(attempts: list[Attempt], *harnesses: str) -> list[Progress]:
 def test_a_failure_is_shared_if_enough_attempts_failed_of_it_and_none_did_not(
     attempts: list[Attempt], harnesses: str, shared: bool
 ) -> None:
-    found = find_shared_failure(attempted(attempts, *harnesses), Limits(8, 8, 1))
+    found = find_shared_failure(attempted(attempts, *harnesses), RoundPlan(8, 8, 1))
     assert (found is not None) is shared

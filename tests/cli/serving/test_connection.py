@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from cli.serving.connection import BODY_GRACE_SECONDS, Connection, Patience
+from cli.serving.connection import BODY_GRACE_SECONDS, HttpConnection, HttpTimeouts
 from proxy.settings import Settings
 from tests.support.service.running_service import RunningService
 from tests.support.service.verbatim_process import ADMIN, Serving, wait_until
@@ -212,8 +212,8 @@ def test_a_body_that_comes_byte_by_byte_is_given_up(hasty: Serving) -> None:
 def test_a_connection_whose_body_is_never_whole_is_cut_whatever_the_application_does(redis_url: str) -> None:
     """The application has its own time first, and then some to answer."""
     settings = Settings(body_timeout_seconds=7)
-    assert Patience.of(settings).body_seconds == 7 + BODY_GRACE_SECONDS
-    hasty = partial(Connection, patience=replace(Patience.of(settings), body_seconds=float(SECONDS)))
+    assert HttpTimeouts.of(settings).body_seconds == 7 + BODY_GRACE_SECONDS
+    hasty = partial(HttpConnection, patience=replace(HttpTimeouts.of(settings), body_seconds=float(SECONDS)))
     with RunningService(NOWHERE[1], redis_url, protocol=hasty, body_timeout_seconds=600) as service:
         key = f"Authorization: Bearer {service.session().api_key}"
         for name, secret in (("/v1/chat/completions", key), ("/sessions", f"Authorization: Bearer {ADMIN}")):

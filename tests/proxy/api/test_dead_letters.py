@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from proxy.store.delivery import LeaseTerms
-from proxy.store.groups import GroupDefaults, Lease, Member
+from proxy.store.delivery import LeaseQuery
+from proxy.store.groups import GroupDefaults, GroupMember, LeaseRecord
 from tests.proxy.api.test_control_api import Service, running, said
 from tests.support.service.redis_server import Store
 from tests.support.service.running_service import ADMIN, TRAINER, RunningService
@@ -25,9 +25,9 @@ async def bury(url: str, reasons: dict[str, str]) -> None:
     """Dead groups of one session each: reference in the store -> reason."""
     store = Store.at(url)
     for place, (group_id, reason) in enumerate(reasons.items()):
-        await store.delivery.fill(group_id, 1, Member(f"session-of-{group_id}", True, 1.0, 1, 0), ALL, 1.0)
+        await store.delivery.fill(group_id, 1, GroupMember(f"session-of-{group_id}", True, 1.0, 1, 0), ALL, 1.0)
         taken = await store.delivery.lease(
-            LeaseTerms(
+            LeaseQuery(
                 consumer="t",
                 max_groups=1,
                 max_trajectories=None,
@@ -37,7 +37,7 @@ async def bury(url: str, reasons: dict[str, str]) -> None:
                 now=1000.0 + place,
             )
         )
-        assert isinstance(taken, Lease)
+        assert isinstance(taken, LeaseRecord)
         await store.delivery.bury(taken.lease_id, taken.groups[0].reference, reason, 1000.0 + place)
     await store.connection.close()
 

@@ -26,7 +26,7 @@ from openai import AuthenticationError, InternalServerError
 from typer.testing import CliRunner
 
 from cli.main import app
-from cli.refusal import Refusal
+from cli.refusal import CommandError
 from proxy.api.sessions import session_as_wire, session_from_wire
 from proxy.archive.folder import ArchiveReader, ArchiveWriter, KnownSessions, read_table
 from proxy.archive.tables import SCHEMA_VERSION, TABLES, arrow_schema, session_of
@@ -111,7 +111,7 @@ def command(service: RunningService, *args: str) -> Ended:
     """The command, in this process: starting one for each would take most of the time."""
     variables = {"VERBATIM_URL": service.url, "VERBATIM_ADMIN_TOKEN": ADMIN}
     done = CliRunner().invoke(app, args, env=variables)
-    if isinstance(done.exception, Refusal):
+    if isinstance(done.exception, CommandError):
         return Ended(done.exception.exit_code, done.stdout, f"verbatim: {done.exception}\n")
     assert done.exception is None, "".join(format_exception(done.exception))
     return Ended(done.exit_code, done.stdout, done.stderr)

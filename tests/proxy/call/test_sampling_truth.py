@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from proxy.engine.apis.reply import PromptLogprob, Wanted, read_details
+from proxy.engine.apis.reply import PromptLogprob, WantedDetails, read_details
 from proxy.settings import Settings
 from reconstruct.records import LOGPROB_MODES
 from reconstruct.trajectory import Trajectory
@@ -506,7 +506,7 @@ def packed(table: Any) -> str:
 def test_the_most_probable_come_first_and_each_once() -> None:
     """vLLM tells the sampled token first, and it may be among the most probable."""
     tops = [[(5, -3.0), (6, -1.0), (7, -2.0)], [(8, -0.5), (9, -2.0), (4, -2.5)], [(3, -1.0), (3, -1.0)]]
-    details = read_details(Wanted(top_logprobs=2), [1], 3, tops=tops)
+    details = read_details(WantedDetails(top_logprobs=2), [1], 3, tops=tops)
     assert details is not None and details.top_token_ids is not None and details.top_logprobs is not None
     assert details.top_token_ids.tolist() == [[6, 7], [8, 9], [3, -1]]
     assert details.top_logprobs[:2].tolist() == [[-1.0, -2.0], [-0.5, -2.0]] and np.isnan(details.top_logprobs[2, 1])
@@ -525,25 +525,29 @@ def test_the_most_probable_come_first_and_each_once() -> None:
     ],
 )
 def test_experts_that_are_not_of_these_tokens_are_left_out(text: str, caplog: pytest.LogCaptureFixture) -> None:
-    assert read_details(Wanted(routed_experts=True), [1, 2, 3], 2, routed_experts=text) is None
+    assert read_details(WantedDetails(routed_experts=True), [1, 2, 3], 2, routed_experts=text) is None
     assert "left out" in caplog.text
 
 
 @pytest.mark.parametrize(("most", "dtype"), [(255, "uint8"), (256, "uint16")])
 def test_experts_are_kept_as_small_as_they_are(most: int, dtype: str) -> None:
-    details = read_details(Wanted(routed_experts=True), [1], 2, routed_experts=packed(np.full((2, 1, 1), most, np.int32)))
+    details = read_details(
+        WantedDetails(routed_experts=True), [1], 2, routed_experts=packed(np.full((2, 1, 1), most, np.int32))
+    )
     assert details is not None and details.routed_experts is not None
     assert details.routed_experts.dtype == dtype
 
 
 def test_prompt_logprobs_of_another_prompt_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     told = [None, {"2": PromptLogprob(-1.0)}]
-    assert read_details(Wanted(prompt_logprobs=True), [1, 2, 3], 1, prompt_logprobs=told) is None
+    assert read_details(WantedDetails(prompt_logprobs=True), [1, 2, 3], 1, prompt_logprobs=told) is None
     assert "left out" in caplog.text
 
 
 def test_what_comes_unasked_is_not_kept() -> None:
     assert (
-        read_details(Wanted(), [1], 1, tops=[[(1, -1.0)]], prompt_logprobs=[None], routed_experts=packed(np.zeros((1, 1, 1))))
+        read_details(
+            WantedDetails(), [1], 1, tops=[[(1, -1.0)]], prompt_logprobs=[None], routed_experts=packed(np.zeros((1, 1, 1)))
+        )
         is None
     )

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.call.record import place
-from proxy.call.tree import Draft, SessionTree
+from proxy.call.tree import Draft, Session
 from proxy.call.turn import Continuation, continuation
 from proxy.dialects.base import HistoryMessage, ParsedMessage, Past, Request, seal
 from proxy.store.states import SessionInfo
@@ -51,15 +51,15 @@ def requests(draw: st.DrawFn) -> list[tuple[bytes, list[dict[str, Any]]]]:
     return [(draw(st.sampled_from(ROOTS)), history) for history in made]
 
 
-def tree() -> SessionTree:
-    return SessionTree(SessionInfo("s", b"", 0.0))
+def tree() -> Session:
+    return Session(SessionInfo("s", b"", 0.0))
 
 
 def read(raw: bytes, _: Past) -> list[ParsedMessage]:
     return [ParsedMessage(msgspec.json.decode(raw))]
 
 
-def seen_by(tree: SessionTree, messages: list[dict[str, Any]]) -> list[HistoryMessage]:
+def seen_by(tree: Session, messages: list[dict[str, Any]]) -> list[HistoryMessage]:
     """What a call brings that is recorded."""
     draft = Draft(tree)
     history = [draft.see(msgspec.json.encode(message), read)[0] for message in messages]
@@ -123,7 +123,7 @@ def test_how_a_message_replays_a_reply_is_not_believed_of_another_message_that_t
 
 
 def test_the_root_of_a_call_is_that_of_its_own_tools_whatever_was_offered_before() -> None:
-    session = SessionTree(SessionInfo("s", b"", 0.0))
+    session = Session(SessionInfo("s", b"", 0.0))
     told: list[Any] = [True, 1, 1.0, None, "1", [], {}]
     values = [(policy, [{"strict": value}], {"a": value}) for value in told for policy in ("", "p")]
     for asked in [*values, *values, *(value for value in values for _ in range(2))]:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.call.http import MethodNotAllowed, UpgradeRefused
-from proxy.call.tree import Draft, SessionTree
+from proxy.call.tree import Draft, Session
 from proxy.dialects.base import Choice, Delta, Incoming, Reply, Request, seal
 from proxy.dialects.gemini import GeminiDialect
 from proxy.errors import (
@@ -46,13 +46,13 @@ HI = [{"role": "user", "parts": [{"text": "hi"}]}]
 def parsed(body: Any, *, method: str = "generateContent", tree: Draft | None = None, **query: str) -> Request:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     asked = Incoming(content, {"model": "models/policy", "method": method}, query)
-    return DIALECT.parse(asked, tree or Draft(SessionTree(SessionInfo("s", b"", 0.0))))
+    return DIALECT.parse(asked, tree or Draft(Session(SessionInfo("s", b"", 0.0))))
 
 
 def counted(body: Any) -> Request:
     """A request to count tokens, whose contents may end in one of the model."""
     asked = Incoming(json.dumps(body).encode(), {"model": "models/policy", "method": "countTokens"}, {})
-    return DIALECT.parse_count(asked, Draft(SessionTree(SessionInfo("s", b"", 0.0))))
+    return DIALECT.parse_count(asked, Draft(Session(SessionInfo("s", b"", 0.0))))
 
 
 def heard(contents: Any) -> list[dict[str, Any]]:
@@ -290,7 +290,7 @@ def test_contents_that_make_no_sense_are_refused(content: Any) -> None:
 
 
 def test_a_turn_is_read_once_however_long_the_history_grows() -> None:
-    tree = Draft(SessionTree(SessionInfo("s", b"", 0.0)))
+    tree = Draft(Session(SessionInfo("s", b"", 0.0)))
     contents = [*HI, model(call("f"), text("a")), user(response("f", {"output": "x"}))]
     first = parsed({"contents": contents}, tree=tree).history
     contents += [model(text("b")), model(text("c")), *HI]

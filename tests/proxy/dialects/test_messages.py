@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from proxy.call.tree import Draft, SessionTree
+from proxy.call.tree import Draft, Session
 from proxy.dialects.base import Choice, Delta, Incoming, Reply, Request, seal, tool_call_id
 from proxy.dialects.fields import arguments_object
 from proxy.dialects.messages import MessagesDialect
@@ -45,7 +45,7 @@ DIALECT = MessagesDialect()
 
 
 def session() -> Draft:
-    return Draft(SessionTree(SessionInfo("s", b"", 0.0)))
+    return Draft(Session(SessionInfo("s", b"", 0.0)))
 
 
 def parsed(tree: Draft | None = None, **fields: Any) -> Request:

@@ -18,7 +18,7 @@ from proxy.dialects.catalogue import BadDialect, base_urls, dialects
 from proxy.dialects.chat import ChatDialect
 from proxy.errors import NotFound
 from rollout.harnesses.definition import parse
-from rollout.harnesses.prepared import Endpoint
+from rollout.harnesses.prepared import SessionAccess
 from tests.support.engine.scripted_engine import Fail, ScriptedEngine
 from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer
@@ -86,7 +86,7 @@ def test_a_harness_definition_names_it_and_is_pointed_at_its_base_url(
     )
     env = {"TOY_URL": "{base_url:toy}", "TOY_KEY": "{api_key}"}
     harness = parse({"description": "speaks toy", "dialect": "toy", "argv": [sys.executable, "-c", ask], "env": env}, "toys")
-    ready = harness.prepare(Endpoint(created["base_urls"], created["api_key"]), "policy", "", tmp_path)
+    ready = harness.prepare(SessionAccess(created["base_urls"], created["api_key"]), "policy", "", tmp_path)
     done = subprocess.run(ready.argv, env={**os.environ, **ready.env}, capture_output=True, check=True, text=True)
     assert json.loads(done.stdout) == {"you": "well said", "why": "stop"}
     assert [call["dialect"] for call in service.request("GET", "/sessions/pointed/calls").json()["calls"]] == ["toy"]

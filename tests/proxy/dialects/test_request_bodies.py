@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.call.tree import Draft, SessionTree
+from proxy.call.tree import Draft, Session
 from proxy.dialects.base import Incoming
 from proxy.dialects.catalogue import dialects
 from proxy.dialects.fields import decode, split_body
@@ -190,7 +190,7 @@ def test_a_value_of_another_type_anywhere_in_a_body_is_the_callers_error(name: s
     path = {"model": "m", "method": "generateContent"} if name == "gemini" else {}
 
     def parse(body: Any) -> None:
-        dialect.parse(Incoming(json.dumps(body).encode(), path), Draft(SessionTree(SessionInfo("s", b"", 0.0))))
+        dialect.parse(Incoming(json.dumps(body).encode(), path), Draft(Session(SessionInfo("s", b"", 0.0))))
 
     parse(RICH[name])
     for *above, last in list(list_paths(RICH[name]))[1:]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from proxy.dialects.base import Choice, Reply, Request
-from proxy.dialects.gemini_reply import GeminiStream, ReplyOptions
+from proxy.dialects.gemini_reply import GeminiReplyOptions, GeminiStream
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.service import plain_http
@@ -126,7 +126,7 @@ def test_a_gemini_reply_that_is_told_at_its_end_is_told_thing_by_thing() -> None
     """Where no text goes out before the end, as with stop texts."""
     calls = [{"id": f"call_{n}", "type": "function", "function": {"name": "f", "arguments": "{}"}} for n in range(2)]
     message = {"role": "assistant", "reasoning_content": "hm", "content": "I look.", "tool_calls": calls}
-    wanted = ReplyOptions(thoughts=True, top_logprobs=0, sse=True)
+    wanted = GeminiReplyOptions(thoughts=True, top_logprobs=0, sse=True)
     stream = GeminiStream(Request("gemini", "policy", [], echo=wanted), "0123456789abcdef01234567")
     stream.open()
     choice = Choice(0, "0123456789abcdef01234567", message, "tool_calls", 9)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from proxy.store.delivery import Freshness, LeaseTerms
-from proxy.store.groups import GroupDefaults, Lease, Member
+from proxy.store.delivery import Freshness, LeaseQuery
+from proxy.store.groups import GroupDefaults, GroupMember, LeaseRecord
 from tests.support.service.redis_server import Store
 
 ALL = GroupDefaults("require_all")
@@ -52,7 +52,7 @@ async def test_the_store_counts_as_the_model_does(store: Store, seed: int) -> No
                 model.opened.append(name)
         elif act == "close" and model.opened:
             name = model.opened.pop(chance.randrange(len(model.opened)))
-            await store.delivery.fill(name, 1, Member(f"s-{name}", True, 1.0, 1, model.version), ALL, now)
+            await store.delivery.fill(name, 1, GroupMember(f"s-{name}", True, 1.0, 1, model.version), ALL, now)
             model.ready.append(name)
             model.became_ready.append(name)
         elif act == "lease" and model.ready:
@@ -76,9 +76,9 @@ async def test_the_store_counts_as_the_model_does(store: Store, seed: int) -> No
         assert await store.delivery.count_versions_ahead(model.version, PER_VERSION) == model.ahead()
 
 
-async def lease(store: Store, groups: int, version: int, now: float) -> Lease:
+async def lease(store: Store, groups: int, version: int, now: float) -> LeaseRecord:
     taken = await store.delivery.lease(
-        LeaseTerms(
+        LeaseQuery(
             consumer="t",
             max_groups=groups,
             max_trajectories=None,
@@ -89,5 +89,5 @@ async def lease(store: Store, groups: int, version: int, now: float) -> Lease:
             version=version,
         )
     )
-    assert isinstance(taken, Lease)
+    assert isinstance(taken, LeaseRecord)
     return taken

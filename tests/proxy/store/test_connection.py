@@ -16,8 +16,8 @@ import uvloop
 
 from proxy.errors import StoreUnavailable
 from proxy.store.connection import Script, StoreConnection
-from proxy.store.groups import GroupDefaults, Member
-from proxy.store.node import Node
+from proxy.store.groups import GroupDefaults, GroupMember
+from proxy.store.node import StoreServer
 from proxy.store.service import WeightState
 from proxy.store.states import Intent, SessionInfo
 from tests.support.service.redis_server import RedisServer, Store, free_port, running_redis, wait_until_it_answers
@@ -40,7 +40,7 @@ ENDS: dict[str, Callable[[Store], Awaitable[object]]] = {
     "begin_close": lambda store: store.sessions.begin_close("s"),
     "small set_reward": lambda store: store.sessions.set_reward("s", 1.0, {}, {}, {}),
     "close": lambda store: store.sessions.close("s", "completed", 1.0, None, 1.0),
-    "fill": lambda store: store.delivery.fill("g2", 1, Member("s2", True, 1.0, 1, 0), GroupDefaults(), 1.0),
+    "fill": lambda store: store.delivery.fill("g2", 1, GroupMember("s2", True, 1.0, 1, 0), GroupDefaults(), 1.0),
     "mark_leased": lambda store: store.sessions.mark_leased("s"),
     "tend": lambda store: store.delivery.tend(GroupDefaults(), 0.0, 1.0),
     "withdraw": lambda store: store.delivery.withdraw("s2", GroupDefaults()),
@@ -182,7 +182,7 @@ def test_a_loop_that_stood_still_while_it_connected_has_not_been_refused(redis_u
     """The server had answered long since when the time was up."""
 
     async def ask() -> None:
-        node = Node(redis_url, max_connections=1, connect_seconds=0.1)
+        node = StoreServer(redis_url, max_connections=1, connect_seconds=0.1)
         asking = asyncio.ensure_future(node.send(None, [("PING",)]))
         await asyncio.sleep(0)
         time.sleep(0.2)  # noqa: ASYNC251 - it is what stands still
@@ -197,7 +197,7 @@ async def test_a_server_that_takes_no_connection_is_given_up() -> None:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
         with socket.create_connection(full.getsockname()):
-            node = Node(f"redis://127.0.0.1:{full.getsockname()[1]}", max_connections=1, connect_seconds=0.1)
+            node = StoreServer(f"redis://127.0.0.1:{full.getsockname()[1]}", max_connections=1, connect_seconds=0.1)
             with pytest.raises(redis.TimeoutError, match="connecting"):
                 await node.send(None, [("PING",)])
             await node.close()

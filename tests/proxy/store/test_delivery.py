@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from proxy.errors import Conflict, NotFound
-from proxy.store.delivery import Announced, CloseRequest, LeaseTerms
-from proxy.store.groups import GroupDefaults, Lease, Member, Nothing
+from proxy.store.delivery import Announced, CloseRequest, LeaseQuery
+from proxy.store.groups import GroupDefaults, GroupMember, LeaseRecord, Nothing
 from tests.support.service.redis_server import Store
 
 ALL = GroupDefaults("require_all")
@@ -22,35 +22,37 @@ def partial(minimum: int) -> GroupDefaults:
     return GroupDefaults("allow_partial", minimum)
 
 
-def member(session_id: str, reward: float | None = 1.0, *, usable: bool = True, rows: int = 1, oldest: int = 0) -> Member:
-    return Member(session_id, usable, reward, rows, oldest)
+def member(session_id: str, reward: float | None = 1.0, *, usable: bool = True, rows: int = 1, oldest: int = 0) -> GroupMember:
+    return GroupMember(session_id, usable, reward, rows, oldest)
 
 
-def failed(session_id: str) -> Member:
+def failed(session_id: str) -> GroupMember:
     return member(session_id, None, usable=False, rows=0)
 
 
-async def fill(store: Store, group_id: str, *members: Member, size: int | None = None, defaults: GroupDefaults = ALL) -> str:
+async def fill(
+    store: Store, group_id: str, *members: GroupMember, size: int | None = None, defaults: GroupDefaults = ALL
+) -> str:
     state = ""
     for each in members:
         state = await store.delivery.fill(group_id, size or len(members), each, defaults, 1.0)
     return state
 
 
-async def lease(store: Store, now: float = 10.0, **wanted: object) -> Lease | None:
+async def lease(store: Store, now: float = 10.0, **wanted: object) -> LeaseRecord | None:
     limits = {"consumer": "t", "max_groups": None, "max_trajectories": None, "oldest_version": None}
     options = {"lease_seconds": 60.0, "max_deliveries": 5, "now": now}
-    taken = await store.delivery.lease(LeaseTerms(**(limits | options | wanted)))  # type: ignore[arg-type]
+    taken = await store.delivery.lease(LeaseQuery(**(limits | options | wanted)))  # type: ignore[arg-type]
     return None if isinstance(taken, Nothing) else taken
 
 
-async def lease_one(store: Store, now: float = 10.0, **wanted: object) -> Lease:
+async def lease_one(store: Store, now: float = 10.0, **wanted: object) -> LeaseRecord:
     taken = await lease(store, now, **wanted)
     assert taken is not None
     return taken
 
 
-def names(taken: Lease | None) -> list[str]:
+def names(taken: LeaseRecord | None) -> list[str]:
     return [] if taken is None else [group.group_id for group in taken.groups]
 
 

@@ -11,22 +11,22 @@ import pytest
 
 from proxy.errors import Conflict
 from proxy.store.delivery import Freshness
-from proxy.store.groups import Lease, LeasedGroup, Member, PolicyLine, PolicyRows
+from proxy.store.groups import GroupMember, LeasedGroup, LeaseRecord, PolicyLine, PolicyRows
 from tests.proxy.store.test_delivery_rules import ALL, DROP, PARTIAL, ask, counted, failed, fill, given
 from tests.support.service.redis_server import Store
 
 B = {"b": PolicyLine(0)}
 
 
-def member(session_id: str, default: int | None = None, **named: int) -> Member:
+def member(session_id: str, default: int | None = None, **named: int) -> GroupMember:
     """One row of each policy that is given, with tokens as old as that version."""
     rows = {policy: PolicyRows(1, oldest) for policy, oldest in named.items()}
-    return Member(session_id, True, 1.0, int(default is not None), default or 0, rows)
+    return GroupMember(session_id, True, 1.0, int(default is not None), default or 0, rows)
 
 
 async def leased(store: Store, consumer: str = "t", now: float = 10.0, **wanted: object) -> tuple[str, list[LeasedGroup]]:
     taken = await ask(store, consumer, now, **{"max_groups": 9, "named": B, **wanted})
-    assert isinstance(taken, Lease)
+    assert isinstance(taken, LeaseRecord)
     return taken.lease_id, list(taken.groups)
 
 
@@ -138,7 +138,7 @@ async def test_who_wants_one_policy_keeps_nothing_from_who_wants_another(store: 
 async def test_the_limit_of_rows_counts_those_of_the_policy(store: Store) -> None:
     for number in range(3):
         rows = {"b": PolicyRows(1, 0)}
-        await fill(store, f"g{number}", Member(f"s{number}", True, 1.0, 50, 0, rows))
+        await fill(store, f"g{number}", GroupMember(f"s{number}", True, 1.0, 50, 0, rows))
     assert await given(store, "t", policy="b", named=B, max_trajectories=2) == ["g0", "g1"]
 
 
@@ -229,7 +229,7 @@ async def test_every_policys_rows_of_every_group_are_acknowledged_once_whoever_l
     async def lease(policy: str | None, groups: int) -> bool:
         wanted = {"policy": policy, "max_groups": groups, "max_deliveries": 10**6, **lines}
         taken = await ask(store, "t", now, **wanted)
-        if not isinstance(taken, Lease):
+        if not isinstance(taken, LeaseRecord):
             return False
         held[taken.lease_id] = [(group.group_id, each) for group in taken.groups for each in group.policies]
         assert policy is None or {each for _, each in held[taken.lease_id]} == {policy}

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from proxy.errors import Conflict
-from proxy.store.delivery import LeaseTerms
-from proxy.store.groups import GroupDefaults, Lease, Member
+from proxy.store.delivery import LeaseQuery
+from proxy.store.groups import GroupDefaults, GroupMember, LeaseRecord
 from tests.support.service.redis_server import RedisKind, Store
 from tests.support.service.running_service import RunningService
 from tests.support.sessions.recorded_calls import record
@@ -82,7 +82,7 @@ def test_every_group_is_acknowledged_exactly_once(redis_kind: RedisKind) -> None
         store, rng = Store.at(redis_kind.url), random.Random(seed * 100 + number)
         for group_id, session_id in members[number::fillers]:
             for _ in range(rng.choice((1, 1, 2))):  # a close may be repeated
-                await store.delivery.fill(group_id, size, Member(session_id, True, 1.0, 1, 0), ALL, time.time())
+                await store.delivery.fill(group_id, size, GroupMember(session_id, True, 1.0, 1, 0), ALL, time.time())
             await asyncio.sleep(rng.random() / 100)
         await store.connection.close()
 
@@ -95,7 +95,7 @@ def test_every_group_is_acknowledged_exactly_once(redis_kind: RedisKind) -> None
                 assert time.monotonic() < deadline, f"{len(tally.acknowledged)} of {groups} acknowledged"
                 mark = arrivals.mark
                 taken = await store.delivery.lease(
-                    LeaseTerms(
+                    LeaseQuery(
                         consumer=f"t{number}",
                         max_groups=rng.randint(1, 6),
                         max_trajectories=None,
@@ -106,14 +106,14 @@ def test_every_group_is_acknowledged_exactly_once(redis_kind: RedisKind) -> None
                         waits=rng.random() < 0.8,
                     )
                 )
-                if not isinstance(taken, Lease):
+                if not isinstance(taken, LeaseRecord):
                     await arrivals.wait(mark, 0.1)
                     continue
                 await use(store, choice, taken)
                 choice = rng.random()
         await store.connection.close()
 
-    async def use(store: Store, choice: float, taken: Lease) -> None:
+    async def use(store: Store, choice: float, taken: LeaseRecord) -> None:
         for group in taken.groups:
             tally.saw(group.group_id, tuple(sorted(group.session_ids)))
         if choice < CRASHED:

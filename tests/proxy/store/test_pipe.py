@@ -12,27 +12,27 @@ import redis.exceptions as broken
 
 from proxy.errors import StoreUnavailable
 from proxy.store.connection import StoreConnection
-from proxy.store.node import Node, Pipe
+from proxy.store.node import Pipe, StoreServer
 from tests.support.service.redis_server import SLOW, running_redis
 
 
 @asynccontextmanager
-async def a_node() -> AsyncIterator[Node]:
+async def a_node() -> AsyncIterator[StoreServer]:
     with running_redis() as server:
-        node = Node(server.url, max_connections=4, connect_seconds=5.0)
+        node = StoreServer(server.url, max_connections=4, connect_seconds=5.0)
         try:
             yield node
         finally:
             await node.close()
 
 
-async def say(node: Node, word: str) -> bytes:
+async def say(node: StoreServer, word: str) -> bytes:
     (answer,) = await node.send(None, [("EVAL", "return ARGV[1]", 0, word)])
     assert isinstance(answer, bytes)
     return answer
 
 
-async def scripts_connections(node: Node) -> list[str]:
+async def scripts_connections(node: StoreServer) -> list[str]:
     """The ids of those over which scripts came last."""
     (listed,) = await node.send(None, [("CLIENT", "LIST")])
     clients = [dict(field.split("=", 1) for field in line.split()) for line in listed.decode().splitlines()]
@@ -141,7 +141,7 @@ async def test_a_pipe_whose_server_says_what_nobody_asked_takes_no_more_commands
 async def test_a_node_that_is_closed_opens_nothing_for_who_was_about_to_ask() -> None:
     with running_redis() as server:
         for word in ("EVAL", "ECHO"):
-            node = Node(server.url, max_connections=4, connect_seconds=5.0)
+            node = StoreServer(server.url, max_connections=4, connect_seconds=5.0)
             command = (word, "return 1", 0) if word == "EVAL" else (word, "1")
             asking = asyncio.ensure_future(node.send(None, [command]))
             await asyncio.sleep(0)

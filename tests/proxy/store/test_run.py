@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from proxy.store.groups import GroupDefaults, GroupRule, Member
-from proxy.store.run import Axis, Outcome, Point, choose_label, merge, round_reward
+from proxy.store.groups import GroupDefaults, GroupMember, GroupRule
+from proxy.store.run import Axis, Point, PolicyOutcome, choose_label, merge, round_reward
 from tests.proxy.store.test_delivery import lease_one
 from tests.support.service.redis_server import Store
 
@@ -19,22 +19,22 @@ ALL = GroupDefaults("require_all")
 HALF = GroupDefaults("allow_partial", 1)
 
 
-def outcome(reward: float | None = 1.0, version: int | None = 0, **more: Any) -> Outcome:
+def outcome(reward: float | None = 1.0, version: int | None = 0, **more: Any) -> PolicyOutcome:
     given = {"closed_at": 60.0, "status": "completed", "seconds": 2.0, "calls": 3, "sampled_tokens": 10, **more}
-    return Outcome(reward=reward, version=version, solved=reward is not None and reward >= 1, **given)
+    return PolicyOutcome(reward=reward, version=version, solved=reward is not None and reward >= 1, **given)
 
 
 async def fill(
     store: Store,
     session_id: str,
-    *outcomes: Outcome,
+    *outcomes: PolicyOutcome,
     group: str = "",
     size: int = 1,
     policy: GroupDefaults = ALL,
     rule: GroupRule | None = None,
 ) -> str:
     reward = outcomes[0].reward
-    member = Member(session_id, reward is not None, reward, 1, 0)
+    member = GroupMember(session_id, reward is not None, reward, 1, 0)
     return await store.delivery.fill(group or session_id, size, member, policy, 1.0, rule, outcomes)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from proxy.store.run import Outcome, Point
+from proxy.store.run import Point, PolicyOutcome
 from proxy.ui.run_pages import MOST_POINTS, add_up, choose_ticks, draw_charts, measure_trend, thin
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.browser import Browser, running_browser
@@ -25,7 +25,9 @@ FEW_NODES = 3000
 @pytest.fixture(scope="module", name="service")
 def counted_service(redis_server: RedisServer) -> Iterator[RunningService]:
     redis_server.flushall()
-    judge = Outcome(closed_at=BEGAN, status="completed", reward=0.75, solved=False, seconds=1.0, policy="judge", version=3)
+    judge = PolicyOutcome(
+        closed_at=BEGAN, status="completed", reward=0.75, solved=False, seconds=1.0, policy="judge", version=3
+    )
     count(redis_server.url, [*play_rollouts(ROLLOUTS), judge])
     with ScriptedEngine() as engine, RunningService(engine.url, redis_server.url, engine_api="token") as service:
         yield service
@@ -174,7 +176,9 @@ def test_the_page_keeps_nobody_out_dark_and_light_and_on_a_phone(browser: Browse
 def test_the_page_follows_the_run(browser: Browser, service: RunningService, redis_server: RedisServer) -> None:
     browser.resize(1360, 900)
     early, late = (
-        Outcome(closed_at=BEGAN, status="completed", reward=0.5, solved=False, seconds=1.0, policy="late", version=version)
+        PolicyOutcome(
+            closed_at=BEGAN, status="completed", reward=0.5, solved=False, seconds=1.0, policy="late", version=version
+        )
         for version in (41, 42)
     )
     count(redis_server.url, [early], "early-")

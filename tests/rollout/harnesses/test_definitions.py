@@ -22,11 +22,11 @@ from rollout.harnesses.limits import UNKNOWN, Limits
 from rollout.harnesses.prepared import (
     NAMES,
     BadDefinition,
-    Endpoint,
     HarnessError,
     NotTaken,
     OutsideHome,
     Prepared,
+    SessionAccess,
     UnknownBaseUrl,
     UnknownField,
     UnknownHarness,
@@ -90,7 +90,7 @@ SDKS = {
     "Instructor",
 }
 ROOT_URL = "http://127.0.0.1:8700/s/abc"
-ENDPOINT = Endpoint({"openai": f"{ROOT_URL}/v1", "anthropic": ROOT_URL, "gemini": ROOT_URL}, "vk-abc")
+ENDPOINT = SessionAccess({"openai": f"{ROOT_URL}/v1", "anthropic": ROOT_URL, "gemini": ROOT_URL}, "vk-abc")
 LEAST = {"description": "one", "dialect": "chat", "argv": ["agent", "{prompt}"]}
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -292,7 +292,7 @@ def test_a_definition_may_name_a_dialect_that_only_the_service_knows() -> None:
     """The service said which base URLs it has: a definition is checked against them when a session is there."""
     url = "{base_url:toy}"
     harness = parse({**LEAST, "dialect": "toy", "env": {"TOY": url, "OPENAI": "{base_url:openai} {openai}"}}, "mine")
-    toy = Endpoint({**ENDPOINT.base_urls, "toy": f"{ROOT_URL}/toy"}, "vk-abc")
+    toy = SessionAccess({**ENDPOINT.base_urls, "toy": f"{ROOT_URL}/toy"}, "vk-abc")
     env = harness.prepare(toy, "policy", "Fix it.", Path("/h")).env
     assert env == {"TOY": f"{ROOT_URL}/toy", "OPENAI": f"{ROOT_URL}/v1 {ROOT_URL}/v1"}
     with pytest.raises(UnknownBaseUrl, match=r"\{base_url:toy\}.*it has anthropic, gemini, openai"):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollout.harnesses.prepared import CannotStart, MissingExecutable
-from rollout.harnesses.process import Ended, HarnessProcess, find_executable
+from rollout.harnesses.process import HarnessProcess, ProcessExit, find_executable
 from tests.support.service.verbatim_process import runs, wait_until
 
 DEAF = """
@@ -29,35 +29,35 @@ def started(folder: Path, program: str, **options: Any) -> HarnessProcess:
 
 @pytest.mark.parametrize("code", [0, 3, 255])
 def test_the_exit_code_is_the_harnesses(tmp_path: Path, code: int) -> None:
-    assert started(tmp_path, f"raise SystemExit({code})").wait() == Ended(code, timed_out=False)
+    assert started(tmp_path, f"raise SystemExit({code})").wait() == ProcessExit(code, timed_out=False)
 
 
 def test_a_signal_counts_as_a_shell_counts_it(tmp_path: Path) -> None:
-    assert started(tmp_path, "import os; os.kill(os.getpid(), 11)").wait() == Ended(139, timed_out=False)
+    assert started(tmp_path, "import os; os.kill(os.getpid(), 11)").wait() == ProcessExit(139, timed_out=False)
 
 
 def test_a_harness_that_does_not_mind_being_told_is_killed_after_the_grace_time(tmp_path: Path) -> None:
     process = started(tmp_path, DEAF, grace_seconds=0.1)
     wait_until((tmp_path / "pid").exists, 120, "the harness has started")
     process.stop()
-    assert process.wait() == Ended(137, timed_out=False)
+    assert process.wait() == ProcessExit(137, timed_out=False)
 
 
 def test_a_harness_is_stopped_when_its_time_is_over(tmp_path: Path) -> None:
-    assert started(tmp_path, "import time; time.sleep(60)").wait(0.5) == Ended(128 + signal.SIGTERM, timed_out=True)
+    assert started(tmp_path, "import time; time.sleep(60)").wait(0.5) == ProcessExit(128 + signal.SIGTERM, timed_out=True)
 
 
 def test_a_stop_before_the_time_is_over_is_no_timeout(tmp_path: Path) -> None:
     process = started(tmp_path, DEAF, grace_seconds=0.3)
     wait_until((tmp_path / "pid").exists, 120, "the harness has started")
     process.stop()
-    assert process.wait(0.02) == Ended(137, timed_out=False)
+    assert process.wait(0.02) == ProcessExit(137, timed_out=False)
 
 
 def test_a_harness_may_be_stopped_from_another_thread(tmp_path: Path) -> None:
     process = started(tmp_path, "import time; time.sleep(60)")
     threading.Timer(0.3, process.stop).start()
-    assert process.wait() == Ended(128 + signal.SIGTERM, timed_out=False)
+    assert process.wait() == ProcessExit(128 + signal.SIGTERM, timed_out=False)
 
 
 def test_what_a_harness_started_ends_with_it(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rollout.runtimes import processes
-from rollout.runtimes.command import Limits, finish_process, start_process
+from rollout.runtimes.command import ExecLimits, finish_process, start_process
 from rollout.runtimes.local.resources import Resources
 from rollout.runtimes.processes import ContainerProcesses
 from rollout.task import RuntimeSpec
@@ -31,7 +31,7 @@ async def test_a_great_input_goes_to_a_command_piece_by_piece() -> None:
             finish_process(
                 process,
                 bytes(64 << 20),
-                Limits(SECONDS, grace_seconds=0.1),
+                ExecLimits(SECONDS, grace_seconds=0.1),
                 lambda number: processes.send_signal([process.pid], number),
             )
         )
@@ -65,7 +65,7 @@ async def test_a_command_that_is_cancelled_while_it_is_being_started_is_ended_as
                 sent.append(number)
                 processes.send_signal([process.pid, int(detached.read_text())], number)
 
-            await finish_process(process, b"", Limits(SECONDS, grace_seconds=0.1), send)
+            await finish_process(process, b"", ExecLimits(SECONDS, grace_seconds=0.1), send)
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start_slowly)
     running = asyncio.ensure_future(run())

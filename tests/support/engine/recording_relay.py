@@ -21,8 +21,8 @@ from proxy.engine.in_vllm.frames import (
     SAMPLE,
     Ask,
     FrameDecoder,
-    Piece,
-    Planned,
+    PieceFrame,
+    PlanFrame,
     read_after,
     read_ask,
     read_ids,
@@ -70,11 +70,11 @@ class GeneratedByPlugin(Generated):
 
     def take_line(self, line: bytes) -> None:
         for frame in self._decoder.feed(line):
-            if isinstance(frame, Planned):
+            if isinstance(frame, PlanFrame):
                 parent = self._ask.parent
                 ids = pack_ids(()) if parent is None or parent.ids is None else read_ids(parent.ids)
                 self.prompt_ids = read_after(ids, frame.kept, frame.tail).tolist()
-            elif isinstance(frame, Piece):
+            elif isinstance(frame, PieceFrame):
                 choice = self.choices.setdefault(frame.index, Choice())
                 choice.token_ids += read_ids(frame.ids).tolist()
                 choice.logprobs += read_logprobs(frame.logprobs).tolist()

@@ -16,13 +16,13 @@ from proxy.store.connection import StoreConnection
 from rollout.attempts import ENDED, AttemptId, RolloutState, node_prefix
 from rollout.harnesses.catalogue import find_definition
 from rollout.logs import AttemptLogs
-from rollout.node import Node, NodeSettings
+from rollout.node import NodeSettings, RolloutNode
 from rollout.runtimes.base import ProxyAddress, Runtime, RuntimeKind
 from rollout.runtimes.local.runtime import LocalKind
 from rollout.runtimes.settings import SYSTEM_PATH, RuntimeSettings
 from rollout.sessions import Judge, Sessions
 from rollout.stages import Capacity, Slots, Stages
-from rollout.steps import HarnessRun, NodeParts
+from rollout.steps import HarnessRun, NodeContext
 from rollout.store import keys
 from rollout.store.tasks import TaskStore
 from rollout.store.work import WorkStore
@@ -75,7 +75,7 @@ end
 """
 
 
-class WatchedNode(Node):
+class WatchedNode(RolloutNode):
     @property
     def busy(self) -> Mapping[str, int]:
         """Rollouts by stage, of those there are."""
@@ -146,7 +146,7 @@ class World:
             stack.push_async_callback(connection.close)
             sessions = await stack.enter_async_context(Sessions(self.service.url, ADMIN))
             kind = LocalKind(RuntimeSettings(local_dir=self.folder / "runtimes", local_path=SYSTEM_PATH))
-            parts = NodeParts(
+            parts = NodeContext(
                 name=name,
                 prefix=node_prefix(name, self.service.url),
                 url=self.service.url,

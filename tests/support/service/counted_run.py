@@ -8,15 +8,15 @@ from collections.abc import Sequence
 
 from proxy.store.connection import StoreConnection
 from proxy.store.delivery import DeliveryStore
-from proxy.store.groups import GroupDefaults, Member
-from proxy.store.run import Outcome
+from proxy.store.groups import GroupDefaults, GroupMember
+from proxy.store.run import PolicyOutcome
 
 BEGAN = 1_750_000_000.0
 LABELS = ("math", "code", "web")
 PARTIAL = GroupDefaults("allow_partial", 1)
 
 
-def play_rollouts(number: int, per_version: int = 8) -> list[Outcome]:
+def play_rollouts(number: int, per_version: int = 8) -> list[PolicyOutcome]:
     """One a minute; the reward rises over the first half of the weight versions, from about 0.2 to 0.8."""
     chance = random.Random(7)
     half = max(1, number // per_version // 2)
@@ -27,7 +27,7 @@ def play_rollouts(number: int, per_version: int = 8) -> list[Outcome]:
         solved = chance.random() < 0.2 + 0.6 * min(1.0, version / half)
         reward = None if status == "failed" else 1.0 if solved else chance.choice((0.0, 0.0, 0.25))
         made.append(
-            Outcome(
+            PolicyOutcome(
                 closed_at=BEGAN + 60 * at,
                 status=status,
                 reward=reward,
@@ -45,14 +45,14 @@ def play_rollouts(number: int, per_version: int = 8) -> list[Outcome]:
     return made
 
 
-def count(redis_url: str, outcomes: Sequence[Outcome], prefix: str = "") -> None:
+def count(redis_url: str, outcomes: Sequence[PolicyOutcome], prefix: str = "") -> None:
     """In groups of four, under ids with this prefix."""
 
     async def fill() -> None:
         connection = StoreConnection(redis_url)
         delivery = DeliveryStore(connection)
         for at, outcome in enumerate(outcomes):
-            member = Member(f"{prefix}s{at}", outcome.reward is not None, outcome.reward, 1, outcome.version or 0)
+            member = GroupMember(f"{prefix}s{at}", outcome.reward is not None, outcome.reward, 1, outcome.version or 0)
             await delivery.fill(f"{prefix}g{at // 4}", 4, member, PARTIAL, 1.0, None, [outcome])
         await connection.close()
 

@@ -25,7 +25,7 @@ from trainer_client.adapters.prime_rl import training_samples
 from trainer_client.adapters.skyrl import generator_output
 from trainer_client.adapters.slime import samples
 from trainer_client.adapters.split_rows import split_rows
-from trainer_client.adapters.torch_dataset import LeasedRows, Part, Share
+from trainer_client.adapters.torch_dataset import BatchShare, LeasedRows, LeasePart
 from trainer_client.adapters.verl import data_proto
 from trainer_client.advantages import grpo
 from trainer_client.batch import Batch
@@ -152,11 +152,11 @@ class _OneBatch(LeasedRows):
         super().__init__("http://nowhere", "", cut)
         self._batch = batch
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[BatchShare]:
         parts = self.cut(self._batch, self._batch.advantages(grpo))
-        yield from (Part(data, Share("lease", len(parts))) for data in parts)
+        yield from (BatchShare(data, LeasePart("lease", len(parts))) for data in parts)
 
-    def ack(self, *parts: Part) -> None:
+    def ack(self, *parts: BatchShare) -> None:
         self.acked = len(parts)
 
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from proxy.engine.in_vllm.frames import (
     Ancestor,
     Ask,
-    Done,
-    Ended,
-    Failed,
+    DoneFrame,
+    EndFrame,
+    FailedFrame,
     FrameDecoder,
-    Piece,
-    Planned,
+    PieceFrame,
+    PlanFrame,
     Tops,
     read_after,
     read_ask,
@@ -31,12 +31,14 @@ from proxy.engine.in_vllm.frames import (
 from reconstruct.records import pack_ids
 
 FRAMES = [
-    Planned(3, to_bytes(pack_ids([4, 5])), 2, b"", "edited", None, True, 7, 0, {"temperature": 1.0}),
-    Piece(0, to_bytes(pack_ids([1])), np.array([-0.5], "<f4").tobytes(), {"content": "é"}, Tops(1, b"\1\0\0\0", b"\0\0\0\0")),
-    Piece(1, b"", b""),
-    Ended(0, "stop", 1015, {"content": "é", "tool_calls": []}, None, [("41", 0, 1)], b"npy", None),
-    Done(128, None),
-    Failed("it broke"),
+    PlanFrame(3, to_bytes(pack_ids([4, 5])), 2, b"", "edited", None, True, 7, 0, {"temperature": 1.0}),
+    PieceFrame(
+        0, to_bytes(pack_ids([1])), np.array([-0.5], "<f4").tobytes(), {"content": "é"}, Tops(1, b"\1\0\0\0", b"\0\0\0\0")
+    ),
+    PieceFrame(1, b"", b""),
+    EndFrame(0, "stop", 1015, {"content": "é", "tool_calls": []}, None, [("41", 0, 1)], b"npy", None),
+    DoneFrame(128, None),
+    FailedFrame("it broke"),
 ]
 
 

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.dialects.base import Request
-from proxy.engine.apis.base import Job
+from proxy.engine.apis.base import SamplingJob
 from proxy.engine.apis.renderer import LocalRenderer
 from proxy.engine.apis.vllm import VllmTokens
 from proxy.engine.pool.membership import replica_at
@@ -203,7 +203,7 @@ async def test_a_request_to_end_a_call_is_repeated_over_new_connections() -> Non
     async with Engine(telling(measured(b"{}"))).serving() as engine, channels() as made:
         await answer(made, engine.url)
         kind, replica = VllmTokens(EngineHttp(made, ignore_failure), LocalRenderer(None, {})), replica_at(engine.url)
-        job = Job("c", Request("chat", "m", []), {}, CancelScope("s", "c"))
+        job = SamplingJob("c", Request("chat", "m", []), {}, CancelScope("s", "c"))
         seen = []
         for _ in range(3):
             assert await kind.abort(replica, job)
