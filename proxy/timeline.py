@@ -126,7 +126,7 @@ class Timeline:
         return sum(self.seconds[step * len(PARTS) + ENGINE] for step in (PLAN, SAMPLE, INTERPRET))
 
 
-TIMELINE: ContextVar[Timeline | None] = ContextVar("timeline", default=None)
+TIMELINE: ContextVar[Timeline] = ContextVar("timeline", default=Timeline())  # noqa: B039  that of all that is no call: nobody reads it
 """The timeline of the call that the running task works for, so that the wire need not be told."""
 
 
@@ -140,12 +140,10 @@ class Waiting:
         self._part = part
 
     def __enter__(self) -> None:
-        if self._timeline is not None:
-            self._timeline.wait()
+        self._timeline.wait()
 
     def __exit__(self, *_: object) -> None:
-        if self._timeline is not None:
-            self._timeline.waited(self._part)
+        self._timeline.waited(self._part)
 
 
 class Within:
@@ -156,23 +154,20 @@ class Within:
     def __init__(self, step: int) -> None:
         self._timeline = TIMELINE.get()
         self._step = step
-        self._before = step
+        self._before = self._timeline.step
 
     def __enter__(self) -> None:
-        if self._timeline is not None:
-            self._before = self._timeline.step
-            self._timeline.begin(self._step)
+        self._timeline.begin(self._step)
 
     def __exit__(self, *_: object) -> None:
-        if self._timeline is not None:
-            self._timeline.begin(self._before)
+        self._timeline.begin(self._before)
 
 
 def carried() -> Mapping[str, str]:
     """The headers that let what an engine does for a call be a part of the call's step."""
-    timeline, headers = TIMELINE.get(), dict[str, str]()
-    if timeline is not None and timeline.trace is not None:
-        timeline.trace.carry(headers)
+    trace, headers = TIMELINE.get().trace, dict[str, str]()
+    if trace is not None:
+        trace.carry(headers)
     return headers
 
 

@@ -1,6 +1,7 @@
-"""HTTP connections to engines: a Channel carries one request after another, an EngineResponse arrives on it, Channels keeps the idle ones.
+"""HTTP connections to engines: a Channel carries one request after another, Channels keeps the idle ones. An answer that is wanted
+whole is one future (WholeResponse), one that is read as it arrives an EngineResponse.
 
-They do what a call needs and no more: a POST or GET, and its answer whole or in pieces. A general client spends several times as
+They do what a call needs and no more. A general client spends several times as
 long on a request in Python, and every call makes three requests. There is no limit on the number of connections.
 """
 
@@ -9,13 +10,16 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import math
 import socket
 import ssl
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextvars import Context
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 import httptools
@@ -36,6 +40,7 @@ _REST_SECONDS = 1.0
 
 
 _NO_HEADERS: Mapping[str, str] = {}
+_JSON = "Content-Type: application/json\r\n"
 
 
 class ChannelError(Exception):
@@ -58,6 +63,18 @@ class BrokenOff(ChannelError):
     """The answer ended early, or is not HTTP."""
 
 
+class Receiver(Protocol):
+    """What takes one answer, as it arrives. `status` is 0 until it is known; `waits`: its reader is slow, so the engine is not."""
+
+    status: int
+    waits: bool
+
+    def set_status(self, status: int, headers: Mapping[bytes, bytes]) -> None: ...
+    def add_body(self, body: bytes) -> None: ...
+    def finish(self) -> None: ...
+    def fail(self, error: Exception) -> None: ...
+
+
 class Channel(asyncio.Protocol):
     """`on_idle` is called when the connection can carry another request. The engine may be silent for `read_seconds` (0: for ever)."""
 
@@ -65,24 +82,30 @@ class Channel(asyncio.Protocol):
         self.lost = False
         self.idle_since = 0.0
         self._on_idle = on_idle
-        self._read_seconds = read_seconds
-        self._loop = asyncio.get_running_loop()
+        self._read_seconds = read_seconds or math.inf
+        self.loop = asyncio.get_running_loop()
+        self._headers: dict[bytes, bytes] = {}
+        # The parser takes a header down without entering Python.
+        self.on_header = self._headers.__setitem__
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport
-        self._answer: EngineResponse | None = None
+        self._receiver: Receiver | None = None
+        self._heard_at = 0.0
+        self._until = math.inf
+        self._timer: asyncio.TimerHandle | None = None
 
-    async def ask(self, head: bytes, body: bytes) -> EngineResponse:
-        """The answer, once its status and headers are there. Raises ChannelError, and TimeoutError if the engine is silent."""
-        if self._answer is not None:
+    def ask(self, data: bytes, receiver: Receiver, seconds: float = 0.0) -> None:
+        """Send a request, whose answer the receiver gets: within `seconds`, if they are not 0."""
+        if self._receiver is not None:
             raise RuntimeError("the connection has not finished its last request")
-        answer = self._answer = EngineResponse(self, self._read_seconds)
-        self._transport.write(head + body)
-        try:
-            await answer.wait_for_status()
-        except BaseException:
-            self.close()
-            raise
-        return answer
+        self._receiver = receiver
+        self._headers.clear()
+        self._heard_at = self.loop.time()
+        self._until = self._heard_at + seconds if seconds else math.inf
+        self._transport.write(data)
+        due = min(self._heard_at + self._read_seconds, self._until)
+        if self._timer is None or self._timer.when() > due:
+            self._watch(due)
 
     def pause_reading(self) -> None:
         if not self.lost:
@@ -91,11 +114,6 @@ class Channel(asyncio.Protocol):
     def resume_reading(self) -> None:
         if not self.lost:
             self._transport.resume_reading()
-
-    @property
-    def _unsent(self) -> bool:
-        """Whether part of the request was not sent yet."""
-        return self._transport.get_write_buffer_size() > 0
 
     def close(self) -> None:
         """Hang up."""
@@ -106,70 +124,132 @@ class Channel(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
+        self._heard_at = self.loop.time()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            if self._answer is not None:
-                self._answer.fail(BrokenOff(f"the engine's answer is not HTTP: {error}"))
+            if self._receiver is not None:
+                self._receiver.fail(BrokenOff(f"the engine's answer is not HTTP: {error}"))
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
-        if self._answer is not None:
-            self._answer.connection_lost(exc)
-            self._answer = None
-
-    def on_message_begin(self) -> None:
-        if self._answer is None:
-            # An answer without a request: later answers could not be matched either.
-            self.close()
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._answer is not None:
-            self._answer.add_header(name.lower(), value)
+        if self._timer is not None:
+            self._timer.cancel()
+        receiver, self._receiver = self._receiver, None
+        if receiver is None:
+            return
+        if exc is None and receiver.status and not {b"content-length", b"transfer-encoding"} & _lower(self._headers).keys():
+            # It ends with its connection.
+            receiver.finish()
+            return
+        reason = str(exc) if exc else "the engine closed the connection"
+        receiver.fail(BrokenOff(reason) if receiver.status else Unanswered(reason))
 
     def on_headers_complete(self) -> None:
-        if self._answer is not None:
-            self._answer.set_status(self._parser.get_status_code())
+        status = self._parser.get_status_code()
+        if self._receiver is None:
+            # An answer without a request: later answers could not be matched either.
+            self.close()
+        elif status >= 200:
+            self._receiver.set_status(status, self._headers)
+        else:
+            # Informational answers precede the real one.
+            self._headers.clear()
 
     def on_body(self, body: bytes) -> None:
-        if self._answer is not None:
-            self._answer.add_body(body)
+        if self._receiver is not None:
+            self._receiver.add_body(body)
 
     def on_message_complete(self) -> None:
-        answer = self._answer
-        # Informational answers (1xx) precede the real one.
-        if answer is None or not answer.status:
+        receiver = self._receiver
+        if receiver is None or not receiver.status:
             return
-        self._answer = None
-        answer.finish()
+        self._receiver = None
+        receiver.finish()
         # An engine may refuse a request of which it has only a part; another one cannot follow that.
-        if self._parser.should_keep_alive() and not self.lost and not self._unsent:
-            self.idle_since = self._loop.time()
+        was_sent = not self._transport.get_write_buffer_size()
+        if self._parser.should_keep_alive() and was_sent and not self.lost:
+            self.idle_since = self._heard_at
             self._on_idle(self)
         else:
             self.close()
 
+    def _watch(self, due: float) -> None:
+        """Look at `due` whether the answer is late. One timer serves all requests of the connection, and keeps no call's context."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_at(due, self._look, context=Context())
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._receiver is None or self.lost:
+            return
+        now = self.loop.time()
+        if self._receiver.waits:
+            self._heard_at = now
+        silent = now - self._heard_at >= self._read_seconds
+        if not silent and now < self._until:
+            self._watch(min(self._heard_at + self._read_seconds, self._until))
+            return
+        said = f"nothing for {self._read_seconds:g} seconds" if silent else "no whole answer in time"
+        self._receiver.fail(TimeoutError(f"the engine sent {said}"))
+        self.close()
+
+
+def _lower(headers: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
+    return {name.lower(): value for name, value in headers.items()}
+
+
+def _retry_after(headers: Mapping[bytes, bytes]) -> str:
+    return _lower(headers).get(b"retry-after", b"").decode("latin-1")
+
+
+class WholeResponse:
+    """An engine's answer that is wanted whole. It is there when `arrived` is done, which raises what broke it. `retry_after` is of a
+    refusal, of which as much of the body counts as came: an engine may hang up while it refuses."""
+
+    waits = False
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.status = 0
+        self.retry_after = ""
+        self.body = b""
+        self.arrived: asyncio.Future[None] = loop.create_future()
+        self._parts: list[bytes] = []
+
+    def set_status(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+        self.status = status
+        if status != 200:
+            self.retry_after = _retry_after(headers)
+
+    def add_body(self, body: bytes) -> None:
+        self._parts.append(body)
+
+    def finish(self) -> None:
+        if not self.arrived.done():
+            self.body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+            self.arrived.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        if self.status not in (0, 200):
+            self.finish()
+        elif not self.arrived.done():
+            self.arrived.set_exception(error)
+
 
 class EngineResponse:
-    """An engine's answer: `status`, `location` of a redirect, `retry_after` of a refusal, and the body, which can be read once, whole or
-    in pieces."""
+    """An engine's answer as it arrives: `status`, `retry_after` of a refusal, and the body, which can be read once, whole or in pieces."""
 
-    def __init__(self, channel: Channel, read_seconds: float) -> None:
+    def __init__(self, channel: Channel) -> None:
         self.status = 0
-        self.location = ""
         self.retry_after = ""
+        self.waits = False
         self._channel = channel
-        self._loop = asyncio.get_running_loop()
-        self._read_seconds = read_seconds
-        self._heard_at = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._loop = channel.loop
         self._pieces: deque[bytes] = deque()
         self._unread = 0
-        self._paused = False
         self._whole = False
-        self._measured = False
-        """Whether the answer says where it ends; otherwise it ends with the connection."""
         self._error: Exception | None = None
         self._waiting: asyncio.Future[bool] | None = None
         self._hear: Callable[[bytes], bool] | None = None
@@ -195,12 +275,13 @@ class EngineResponse:
             self._channel.close()
 
     async def wait_for_status(self) -> None:
-        """Returns when the status is there. Called once the engine has the whole request: `read_seconds` start now."""
-        self._heard_at = self._loop.time()
-        if self._read_seconds and not self._whole and self._error is None:
-            self._timer = self._loop.call_later(self._read_seconds, self._check_silence)
-        while not self.status:
-            await self._wait()
+        """Returns when the status and the headers are there."""
+        try:
+            while not self.status:
+                await self._wait()
+        except BaseException:
+            self._channel.close()
+            raise
 
     async def read(self) -> bytes:
         """The whole body. Raises as `read_piece`."""
@@ -254,8 +335,8 @@ class EngineResponse:
         self._wake()
 
     def _resume(self) -> None:
-        if self._paused:
-            self._paused = False
+        if self.waits:
+            self.waits = False
             self._channel.resume_reading()
 
     async def _wait(self, seconds: float | None = None) -> bool:
@@ -277,63 +358,32 @@ class EngineResponse:
 
     def fail(self, error: Exception) -> None:
         self._error = self._error or error
-        self._stop_timer()
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_exception(self._error)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        # An answer that was given up is not complete just because its connection ends as well.
-        if exc is None and self.status and not self._measured and self._error is None:
-            self.finish()
-            return
-        reason = str(exc) if exc else "the engine closed the connection"
-        self.fail(BrokenOff(reason) if self.status else Unanswered(reason))
-
-    def add_header(self, name: bytes, value: bytes) -> None:
-        """`name` is lower case."""
-        if name == b"location":
-            self.location = value.decode("latin-1")
-        elif name == b"retry-after":
-            self.retry_after = value.decode("latin-1")
-        elif name in (b"content-length", b"transfer-encoding"):
-            self._measured = True
-
-    def set_status(self, status: int) -> None:
-        if status >= 200:
-            self.status = status
-            self._wake()
+    def set_status(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+        self.status = status
+        if status != 200:
+            self.retry_after = _retry_after(headers)
+        self._wake()
 
     def add_body(self, body: bytes) -> None:
-        self._heard_at = self._loop.time()
         if self._hear is not None:
             self._tell(self._hear, body)
             return
         self._pieces.append(body)
         self._unread += len(body)
-        if self._unread > _BUFFERED_BYTES and not self._paused:
-            self._paused = True
+        if self._unread > _BUFFERED_BYTES and not self.waits:
+            self.waits = True
             self._channel.pause_reading()
         self._wake()
 
     def finish(self) -> None:
-        self._whole = True
-        self._stop_timer()
-        self._resume()
-        self._wake()
-
-    def _check_silence(self) -> None:
-        """Fail if nothing came for `read_seconds`, otherwise check again when that may be so."""
-        left = self._heard_at + self._read_seconds - self._loop.time()
-        if left > 0 or self._paused:
-            self._timer = self._loop.call_later(max(left, 1.0), self._check_silence)
-            return
-        self.fail(TimeoutError(f"the engine sent nothing for {self._read_seconds:g} seconds"))
-        self._channel.close()
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        # An answer that was given up is not complete just because its connection ends as well.
+        if self._error is None:
+            self._whole = True
+            self._resume()
+            self._wake()
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,18 +431,31 @@ class Channels:
         """The connections without a request."""
         return [channel for channels in self._idle.values() for channel in channels]
 
-    async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> EngineResponse:
-        """Post a body, JSON if the headers do not name another type. With the header "Connection: close" over a new connection.
+    async def post(self, url: str, body: bytes, headers: Mapping[str, str] = _NO_HEADERS) -> EngineResponse:
+        """Post a body, JSON if the headers do not name another type. With the header "Connection: close" over a new connection. Returns
+        once the status is there.
 
         Raises ChannelError, and TimeoutError after too long a silence."""
-        lines = _lines({"Content-Type": "application/json", **headers})
-        more = f"Content-Length: {len(body)}\r\n{lines}\r\n"
-        return await self._ask(b"POST", url, more.encode("latin-1"), body, fresh=headers.get("Connection") == "close")
+        return await self._begin(b"POST", url, body, headers)
 
     async def get(self, url: str, headers: Mapping[str, str] = _NO_HEADERS) -> EngineResponse:
         """As `post`."""
-        more = f"{_lines(headers)}\r\n".encode("latin-1")
-        return await self._ask(b"GET", url, more, b"", fresh=headers.get("Connection") == "close")
+        return await self._begin(b"GET", url, None, headers)
+
+    async def ask(
+        self, url: str, body: bytes | None, headers: Mapping[str, str] = _NO_HEADERS, seconds: float = 0.0
+    ) -> WholeResponse:
+        """The whole answer, within `seconds` after it is sent if they are not 0. As `post`, or as `get` where there is no body."""
+        target = _target(url)
+        channel = self._take_idle(target, headers) or await self._connect(target)
+        answer = WholeResponse(channel.loop)
+        channel.ask(self._write(b"GET" if body is None else b"POST", target, body, headers), answer, seconds)
+        try:
+            await answer.arrived
+        except BaseException:
+            channel.close()
+            raise
+        return answer
 
     def close(self) -> None:
         """Hang up everywhere, also where the rest of an answer is still to come that nobody reads."""
@@ -401,24 +464,35 @@ class Channels:
             channel.close()
         self._idle.clear()
 
-    async def _ask(self, method: bytes, url: str, more: bytes, body: bytes, *, fresh: bool = False) -> EngineResponse:
+    async def _begin(self, method: bytes, url: str, body: bytes | None, headers: Mapping[str, str]) -> EngineResponse:
         target = _target(url)
-        channel = (None if fresh else self._take_idle(target)) or await self._connect(target)
-        authorized = b"" if b"\nAuthorization:" in target.lines else self._key
-        if self.session_header and (timeline := TIMELINE.get()) is not None and timeline.session_id:
-            authorized += _lines({self.session_header: timeline.session_id}).encode("latin-1")
-        if self._trace_headers is not None:
-            authorized += _lines(self._trace_headers()).encode("latin-1")
-        head = b"".join((method, b" ", target.path, target.lines, authorized, more))
-        return await channel.ask(head, body)
+        channel = self._take_idle(target, headers) or await self._connect(target)
+        answer = EngineResponse(channel)
+        channel.ask(self._write(method, target, body, headers), answer)
+        await answer.wait_for_status()
+        return answer
 
-    def _take_idle(self, target: _Target) -> Channel | None:
-        """The most recently used connection that is still good."""
+    def _write(self, method: bytes, target: _Target, body: bytes | None, headers: Mapping[str, str]) -> bytes:
+        """The request."""
+        authorized = b"" if b"\nAuthorization:" in target.lines else self._key
+        lines = list(map("%s: %s\r\n".__mod__, headers.items()))
+        if body is not None:
+            lines.append(f"Content-Length: {len(body)}\r\n" + ("" if "Content-Type" in headers else _JSON))
+        if self.session_header and (session_id := TIMELINE.get().session_id):
+            lines.append(f"{self.session_header}: {session_id}\r\n")
+        if self._trace_headers is not None:
+            lines += map("%s: %s\r\n".__mod__, self._trace_headers().items())
+        lines.append("\r\n")
+        return b"".join((method, b" ", target.path, target.lines, authorized, "".join(lines).encode("latin-1"), body or b""))
+
+    def _take_idle(self, target: _Target, headers: Mapping[str, str]) -> Channel | None:
+        """The most recently used connection that is still good; none where a new one is wanted."""
+        if headers.get("Connection") == "close":
+            return None
         channels = self._idle.get((target.host, target.port, target.tls))
-        oldest = asyncio.get_running_loop().time() - self._idle_seconds
         while channels:
             channel = channels.pop()
-            if not channel.lost and channel.idle_since > oldest:
+            if not channel.lost and channel.idle_since > channel.loop.time() - self._idle_seconds:
                 return channel
             channel.close()
         return None
@@ -465,10 +539,6 @@ class Channels:
         # The most recently used are taken first, so the oldest are in front.
         while channels and (channels[0].idle_since <= oldest or channels[0].lost):
             channels.pop(0).close()
-
-
-def _lines(headers: Mapping[str, str]) -> str:
-    return "".join(f"{name}: {value}\r\n" for name, value in headers.items())
 
 
 @lru_cache(maxsize=1024)

@@ -24,7 +24,7 @@ from proxy.engine.wire.channels import (
 )
 from proxy.engine.wire.refusals import FramesRefused, frames_refusal, is_pause, paused, read_retry_after, refusal
 from proxy.errors import EngineFailed, EngineUnavailable, VerbatimError
-from proxy.timeline import ENGINE, TIMELINE, CancelScope, Deadline, Timeline, Waiting
+from proxy.timeline import ENGINE, TIMELINE, CancelScope, Waiting
 
 _encode = msgspec.json.Encoder().encode
 
@@ -136,42 +136,50 @@ class EngineHttp:
     async def post(self, replica: Replica, path: str, body: Any, answer: type[T], scope: CancelScope) -> T:
         """The decoded answer to a sampling request. Raises RequestError for the engine's 4xx, EngineFailed or EngineUnavailable for the
         rest."""
-        try:
-            data = await self._exchange(replica, path, _encode(body), scope=scope)
-        except (ChannelError, TimeoutError) as error:
-            raise self.translate(replica, error, scope) from error
+        data = await self.sample_whole(replica, path, _encode(body), scope, self._headers)
         scope.heard_at = time.perf_counter()
         return _decode(replica, path, data, answer)
+
+    async def sample_whole(
+        self, replica: Replica, path: str, data: bytes, scope: CancelScope, headers: Mapping[str, str]
+    ) -> bytes:
+        """The answer to a sampling request. Raises as `post`."""
+        try:
+            return await self._exchange(replica, path, data, headers)
+        except (ChannelError, TimeoutError) as error:
+            raise self.translate(replica, error, scope) from error
 
     async def ask(self, replica: Replica, path: str, body: Any, answer: type[T], *, fresh: bool = False) -> T:
         """As `post`, for requests that sample nothing: they are retried once over a new connection, and if that breaks too another replica
         can take the call: EngineUnavailable. `fresh`: the first connection is new as well, since a kept one leads to the same process
         again where several share an address."""
-        data = _encode_body(replica, body)
-
-        async def send(headers: dict[str, str]) -> bytes:
-            async with Deadline(self._aside_seconds):
-                return await self._exchange(replica, path, data, headers)
-
-        first = _FRESH if fresh else {}
+        data, headers = _encode(_address(replica, body)), self._headers
+        if fresh:
+            headers = {**headers, **_FRESH}
         try:
-            try:
-                raw = await send(first)
-            except _STALE_CONNECTION:
-                raw = await send(first)
-            except TimeoutError:
+            raw = await self._exchange(replica, path, data, headers, self._aside_seconds)
+        except (ChannelError, TimeoutError) as error:
+            raw = await self._ask_again(replica, path, data, headers, error)
+        return _decode(replica, path, raw, answer)
+
+    async def _ask_again(self, replica: Replica, path: str, data: bytes, headers: Mapping[str, str], first: Exception) -> bytes:
+        """After `first`. Raises as `ask`."""
+        try:
+            if isinstance(first, TimeoutError):
                 # A kept connection may only seem to be open.
-                raw = await send(_FRESH)
+                headers = {**headers, **_FRESH}
+            elif not isinstance(first, _STALE_CONNECTION):
+                raise first
+            return await self._exchange(replica, path, data, headers, self._aside_seconds)
         except (*_STALE_CONNECTION, TimeoutError) as error:
             raise EngineUnavailable(self.translate(replica, error).message) from error
         except ChannelError as error:
             raise self.translate(replica, error) from error
-        return _decode(replica, path, raw, answer)
 
     async def order(self, replica: Replica, path: str, body: Any) -> None:
         """As `post`, ignoring the answer."""
         try:
-            await self._exchange(replica, path, _encode(body))
+            await self._exchange(replica, path, _encode(body), self._headers)
         except (ChannelError, TimeoutError) as error:
             raise self.translate(replica, error) from error
 
@@ -181,10 +189,9 @@ class EngineHttp:
         headers = {"Connection": "close", "X-Session-ID": session, self._channels.session_header or "X-Session-ID": session}
         try:
             async with asyncio.timeout(_HEAR_SECONDS):
-                url = replica.url + path
-                asked = self._channels.get(url, headers) if body is None else self._channels.post(url, _encode(body), headers)
-                async with await asked as answer:
-                    return await answer.read() if answer.status == 200 else None
+                content = None if body is None else _encode(body)
+                answer = await self._channels.ask(replica.url + path, content, headers)
+                return answer.body if answer.status == 200 else None
         except (ChannelError, TimeoutError):
             return None
 
@@ -260,22 +267,24 @@ class EngineHttp:
         return None
 
     async def _exchange(
-        self, replica: Replica, path: str, data: bytes, headers: dict[str, str] | None = None, scope: CancelScope | None = None
+        self, replica: Replica, path: str, data: bytes, headers: Mapping[str, str], seconds: float = 0.0
     ) -> bytes:
-        with Waiting(ENGINE):
-            async with await self._channels.post(replica.url + path, data, {**self._headers, **(headers or {})}) as answer:
-                if scope is not None:
-                    scope.attach(answer.close)
-                if answer.status != 200:
-                    raise await _read_refusal(replica, path, answer)
-                content = await answer.read()
+        """The body of a 200, within `seconds`. Raises ChannelError, TimeoutError, and the refusal that another status is."""
+        timeline = TIMELINE.get()
+        timeline.wait()
+        try:
+            answer = await self._channels.ask(replica.url + path, data, headers, seconds)
+        finally:
+            timeline.waited(ENGINE)
+        if answer.status != 200:
+            raise refusal(replica, path, answer.status, answer.body, read_retry_after(answer.retry_after))
         replica.health.pass_call()
-        return content
+        return answer.body
 
     async def _get(self, url: str) -> tuple[int, bytes]:
         with Waiting(ENGINE):
-            async with await self._channels.get(url) as answer:
-                return answer.status, await answer.read()
+            answer = await self._channels.ask(url, None)
+        return answer.status, answer.body
 
     def translate(self, replica: Replica, error: Exception, scope: CancelScope | None = None) -> VerbatimError:
         """Report a broken call, and make it one of our errors."""
@@ -317,10 +326,14 @@ class ReplyStream(Generic[A]):
         self._events = EventDecoder() if stream else None
         self._headers = headers
         self._answer: EngineResponse | None = None
+        self._content = b""
         self._ended = False
         self._error: VerbatimError | None = None
 
     async def __aenter__(self) -> ReplyStream[A]:
+        if self._events is None:
+            self._content = await self._http.sample_whole(self._replica, self._path, self._body, self._scope, self._headers)
+            return self
         try:
             with Waiting(ENGINE):
                 answer = self._answer = await self._channels.post(self._replica.url + self._path, self._body, self._headers)
@@ -347,17 +360,17 @@ class ReplyStream(Generic[A]):
         end with [DONE]."""
         if self._error is not None:
             raise self._error
+        if self._events is None:
+            if self._ended:
+                return []
+            self._ended = True
+            return [self._parse(self._content)]
         if self._ended or self._answer is None:
             return []
         try:
-            if self._events is not None:
-                return await self._read_events(self._answer, self._events, seconds)
-            with Waiting(ENGINE):
-                content = await self._answer.read()
+            return await self._read_events(self._answer, self._events, seconds)
         except (TimeoutError, ChannelError) as error:
             raise self._http.translate(self._replica, error, self._scope) from error
-        self._end()
-        return [self._parse(content)]
 
     async def follow(self, take: Callable[[A], None]) -> None:
         """Give `take` the answer, or each event of a streamed one as it arrives. Raises as `read`, and what `take` raises."""
@@ -366,7 +379,7 @@ class ReplyStream(Generic[A]):
             for answer in await self.read():
                 take(answer)
             return
-        timeline = TIMELINE.get() or Timeline()
+        timeline = TIMELINE.get()
 
         def hear(piece: bytes) -> bool:
             timeline.waited(ENGINE)

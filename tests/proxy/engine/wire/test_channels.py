@@ -11,7 +11,7 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import uvloop
@@ -26,7 +26,7 @@ from proxy.engine.apis.vllm import VllmTokens
 from proxy.engine.pool.membership import replica_at
 from proxy.engine.replica import Replica
 from proxy.engine.wire.channels import BrokenOff, CannotConnect, Channels, Unanswered
-from proxy.engine.wire.http import EngineHttp
+from proxy.engine.wire.http import EngineAnswer, EngineHttp
 from proxy.errors import EngineUnavailable
 from proxy.timeline import CancelScope
 from tests.cli.serving.test_tls import make
@@ -95,10 +95,25 @@ async def channels(
         made.close()
 
 
-async def answer(made: Channels, url: str) -> bytes:
+Answer = Callable[[Channels, str], Awaitable[bytes]]
+
+
+async def read_as_it_arrives(made: Channels, url: str) -> bytes:
     async with await made.post(url + "/v1/x", b"{}", {"x-request-id": "7"}) as got:
         assert got.status == 200
         return await got.read()
+
+
+async def read_whole(made: Channels, url: str) -> bytes:
+    got = await made.ask(url + "/v1/x", b"{}", {"x-request-id": "7"})
+    assert got.status == 200
+    return got.body
+
+
+@pytest.fixture(params=[read_as_it_arrives, read_whole], ids=["as it arrives", "whole"])
+def answer(request: pytest.FixtureRequest) -> Answer:
+    """Each way to read an answer."""
+    return cast(Answer, request.param)
 
 
 def measured(body: bytes) -> bytes:
@@ -130,13 +145,13 @@ def test_an_answer_is_the_same_however_it_is_sent_and_cut(body: bytes, size: int
     async def asked_twice() -> None:
         pieces = [whole[start:stop] for start, stop in itertools.pairwise(bounds)]
         async with Engine(telling(*pieces)).serving() as engine, channels() as made:
-            assert [await answer(made, engine.url) for _ in range(2)] == [body, body]
+            assert [await read(made, engine.url) for read in (read_as_it_arrives, read_whole, read_whole)] == [body] * 3
             assert engine.connections == 1
 
     asyncio.run(asked_twice())
 
 
-async def test_a_request_has_its_body_its_key_and_its_headers() -> None:
+async def test_a_request_has_its_body_its_key_and_its_headers(answer: Answer) -> None:
     async with Engine(telling(measured(b"ok"))).serving() as engine, channels() as made:
         await answer(made, engine.url)
         head, _, body = engine.requests[0].partition(b"\r\n\r\n")
@@ -175,8 +190,9 @@ CUT_REFUSAL = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 400\r\n\r\nlat
 @pytest.mark.parametrize("told", [REFUSED, CUT_REFUSAL], ids=["whole", "cut"])
 @pytest.mark.parametrize("size", [2, 4 << 20], ids=["small", "large"])
 @pytest.mark.parametrize("read", [0, 2], ids=["its head", "some of its body"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_an_engine_that_refuses_a_request_and_closes_has_refused_it(
-    run: Callable[[Any], None], told: bytes, size: int, read: int
+    run: Callable[[Any], None], told: bytes, size: int, read: int, stream: bool
 ) -> None:
     """Harnesses get its refusal with Retry-After, and not the error of a connection that broke while the rest was sent. Nginx refuses
     this way, at a request's head."""
@@ -184,8 +200,9 @@ def test_an_engine_that_refuses_a_request_and_closes_has_refused_it(
     async def ask() -> None:
         async with refusing(told, read=read) as (url, _), channels() as made:
             with pytest.raises(EngineUnavailable, match=r"too busy \(HTTP 429\): late"):
-                body = "x" * (size - 2)
-                await EngineHttp(made, ignore_failure).post(replica_at(url), "/v1/x", body, dict, CancelScope("s", "c"))
+                body, http, scope = "x" * (size - 2), EngineHttp(made, ignore_failure), CancelScope("s", "c")
+                async with http.receive(replica_at(url), "/v1/x", body, EngineAnswer, scope, stream=stream):
+                    pass
             assert not made.idle
 
     run(ask())
@@ -198,7 +215,7 @@ async def test_a_connection_on_which_a_request_was_answered_before_it_was_sent_w
         assert not made.idle
 
 
-async def test_a_request_to_end_a_call_is_repeated_over_new_connections() -> None:
+async def test_a_request_to_end_a_call_is_repeated_over_new_connections(answer: Answer) -> None:
     """Behind vLLM's address there may be several API servers: repeated over a kept connection, an abort reached the same wrong one."""
     async with Engine(telling(measured(b"{}"))).serving() as engine, channels() as made:
         await answer(made, engine.url)
@@ -226,7 +243,7 @@ async def test_pieces_come_as_they_are_sent() -> None:
         assert await got.read_piece() == b""
 
 
-async def test_a_reader_that_has_heard_enough_leaves_the_connection_to_the_next_request() -> None:
+async def test_a_reader_that_has_heard_enough_leaves_the_connection_to_the_next_request(answer: Answer) -> None:
     """As after [DONE]: the end of the answer comes when nobody reads any more."""
     gate = asyncio.Event()
 
@@ -246,7 +263,7 @@ async def test_a_reader_that_has_heard_enough_leaves_the_connection_to_the_next_
 
 
 @pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n", b"HTTP/1.0 200 OK\r\n\r\n"])
-async def test_an_answer_may_end_with_its_connection(head: bytes) -> None:
+async def test_an_answer_may_end_with_its_connection(answer: Answer, head: bytes) -> None:
     async def script(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(head + b"all of it")
         await writer.drain()
@@ -257,7 +274,7 @@ async def test_an_answer_may_end_with_its_connection(head: bytes) -> None:
         assert engine.connections == 2
 
 
-async def test_a_connection_that_the_engine_closed_or_that_was_idle_for_long_is_not_used_again() -> None:
+async def test_a_connection_that_the_engine_closed_or_that_was_idle_for_long_is_not_used_again(answer: Answer) -> None:
     async def closing(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(measured(b"ok"))
         await writer.drain()
@@ -290,7 +307,7 @@ async def test_a_weight_label_is_asked_for_again_over_a_new_connection_when_the_
         assert engine.connections == 2
 
 
-async def test_words_that_nobody_asked_for_end_the_connection() -> None:
+async def test_words_that_nobody_asked_for_end_the_connection(answer: Answer) -> None:
     async with Engine(telling(measured(b"ok") + measured(b"more"))).serving() as engine, channels() as made:
         assert [await answer(made, engine.url) for _ in range(2)] == [b"ok", b"ok"]
         assert engine.connections == 2
@@ -309,13 +326,13 @@ async def cut(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
 @pytest.mark.parametrize(
     ("script", "error"), [(closed, Unanswered), (cut, BrokenOff), (telling(b"SSH-2.0-OpenSSH_9.2\r\n"), BrokenOff)]
 )
-async def test_what_breaks_says_how_far_it_came(script: Script, error: type[Exception]) -> None:
+async def test_what_breaks_says_how_far_it_came(answer: Answer, script: Script, error: type[Exception]) -> None:
     async with Engine(script).serving() as engine, channels() as made:
         with pytest.raises(error):
             await answer(made, engine.url)
 
 
-async def test_where_nothing_listens_nothing_was_sent() -> None:
+async def test_where_nothing_listens_nothing_was_sent(answer: Answer) -> None:
     async with channels() as made:
         for url in (
             f"http://127.0.0.1:{free_port()}",
@@ -327,7 +344,7 @@ async def test_where_nothing_listens_nothing_was_sent() -> None:
                 await answer(made, url)
 
 
-async def test_an_engine_that_says_nothing_for_too_long_is_hung_up_on() -> None:
+async def test_an_engine_that_says_nothing_for_too_long_is_hung_up_on(answer: Answer) -> None:
     async with Engine(telling(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf")).serving() as engine:
         async with channels(read_seconds=0.2) as made:
             with pytest.raises(TimeoutError):
@@ -335,7 +352,38 @@ async def test_an_engine_that_says_nothing_for_too_long_is_hung_up_on() -> None:
         await asyncio.wait_for(engine.left.wait(), 30)
 
 
-async def test_a_reader_that_goes_away_hangs_up() -> None:
+async def test_an_answer_that_does_not_come_whole_in_its_time_is_hung_up_on_though_the_engine_goes_on() -> None:
+    async def script(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        with suppress(ConnectionError):
+            while True:
+                writer.write(b"1\r\n.\r\n")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+
+    async with Engine(script).serving() as engine, channels() as made:
+        with pytest.raises(TimeoutError):
+            await made.ask(engine.url, b"", seconds=0.2)
+        await asyncio.wait_for(engine.left.wait(), 30)
+
+
+async def test_a_connection_is_watched_for_each_of_its_requests(answer: Answer) -> None:
+    """One timer serves them all: it may have been set for a request before, or for a later time."""
+    answers = iter([measured(b"ok"), measured(b"ok"), b""])
+
+    async def script(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(next(answers))
+
+    async with Engine(script).serving() as engine, channels(read_seconds=2.0) as made:
+        assert [await answer(made, engine.url) for _ in range(2)] == [b"ok", b"ok"]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(answer(made, engine.url), 60)
+    async with Engine(telling(b"")).serving() as engine, channels() as made:
+        with pytest.raises(TimeoutError):
+            await made.ask(engine.url, b"", seconds=0.2)
+
+
+async def test_a_reader_that_goes_away_hangs_up(answer: Answer) -> None:
     async with Engine(telling(b"")).serving() as engine, channels() as made:
         asking = asyncio.create_task(answer(made, engine.url))
         while not engine.requests:
@@ -401,14 +449,16 @@ async def test_an_engine_waits_for_a_reader_that_is_slow() -> None:
         assert len(await got.read()) == size
 
 
-async def test_an_address_with_a_name_and_a_password_is_asked_with_those() -> None:
+async def test_an_address_with_a_name_and_a_password_is_asked_with_those(answer: Answer) -> None:
     async with Engine(telling(measured(b"ok"))).serving() as engine, channels() as made:
         await answer(made, engine.url.replace("//", "//me:p%40ss@"))
         assert b"Authorization: Basic bWU6cEBzcw==\r\n" in engine.requests[0]
         assert b"sesame" not in engine.requests[0]
 
 
-async def test_an_address_that_takes_no_connection_does_not_keep_from_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_address_that_takes_no_connection_does_not_keep_from_the_next(
+    answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A host with an IPv6 address that leads nowhere: all the seconds for connecting went into that."""
     async with Engine(telling(measured(b"ok"))).serving() as engine, channels(connect_seconds=5.0) as made:
         port = int(engine.url.rpartition(":")[2])
@@ -424,7 +474,7 @@ async def test_an_address_that_takes_no_connection_does_not_keep_from_the_next(m
                 assert await answer(made, engine.url) == b"ok"
 
 
-async def test_every_socket_is_of_the_factory() -> None:
+async def test_every_socket_is_of_the_factory(answer: Answer) -> None:
     prepared: list[socket.socket] = []
 
     def factory(address: AddrInfoType) -> socket.socket:
@@ -448,8 +498,8 @@ async def test_an_engine_behind_https_must_have_a_certificate_that_is_trusted(
     async with Engine(telling(measured(b"secret"))).serving(tls) as engine:
         async with channels() as made:
             with pytest.raises(CannotConnect, match="certificate"):
-                await answer(made, engine.url)
+                await read_as_it_arrives(made, engine.url)
         monkeypatch.setenv("SSL_CERT_FILE", str(cert))
         async with channels() as made:
-            assert [await answer(made, engine.url) for _ in range(2)] == [b"secret", b"secret"]
+            assert [await read_as_it_arrives(made, engine.url) for _ in range(2)] == [b"secret", b"secret"]
         assert len(engine.requests) == 2
