@@ -256,7 +256,8 @@ def is_visible(request: Request, delta: Delta) -> bool:
 
 
 class Assembly:
-    """The message of one choice so far, from an engine's whole message or the deltas of its stream.
+    """The message of one choice so far, from an engine's whole message or the deltas of its stream. A piece costs what it brings,
+    however long the message is.
 
     `message()` has the fields harnesses know; tool-call ids are still the engine's."""
 
@@ -264,7 +265,11 @@ class Assembly:
         self.index = index
         self._content: list[str] = []
         self._reasoning: list[str] = []
-        self._calls: dict[int, dict[str, Any]] = {}
+        self._calls: dict[int, _CallSoFar] = {}
+
+    @property
+    def has_calls(self) -> bool:
+        return bool(self._calls)
 
     def add(self, piece: Mapping[str, Any]) -> Delta:
         """Append a message or delta; returns it as the harness sees it."""
@@ -278,7 +283,7 @@ class Assembly:
         return Delta(self.index, content, reasoning, calls)
 
     def message(self) -> dict[str, Any]:
-        calls = [self._calls[position] for position in sorted(self._calls)]
+        calls = [self._calls[position].whole() for position in sorted(self._calls)]
         content = "".join(self._content)
         message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
         if reasoning := "".join(self._reasoning):
@@ -299,12 +304,25 @@ class Assembly:
             last = max(self._calls, default=-1)
             position = last + 1 if last < 0 or names_function(call) else last
             call = {**call, "index": position}
-        known = self._calls.setdefault(position, {"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
+        known = self._calls.setdefault(position, _CallSoFar())
         function = call.get("function") or {}
-        known["id"] = known["id"] or call.get("id") or ""
-        known["function"]["name"] += function.get("name") or ""
-        known["function"]["arguments"] += function.get("arguments") or ""
+        known.id = known.id or call.get("id") or ""
+        known.name += function.get("name") or ""
+        known.arguments.append(function.get("arguments") or "")
         return call
+
+
+class _CallSoFar:
+    """A tool call of which pieces came."""
+
+    __slots__ = ("arguments", "id", "name")
+
+    def __init__(self) -> None:
+        self.id = self.name = ""
+        self.arguments: list[str] = []
+
+    def whole(self) -> dict[str, Any]:
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": "".join(self.arguments)}}
 
 
 def names_function(piece: Mapping[str, Any]) -> bool:
@@ -322,18 +340,35 @@ class CertainText:
     def __init__(self, index: int) -> None:
         self._assembly = Assembly(index)
         self._index = index
-        self._content = ""
-        self._reasoning = ""
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        """What was sent."""
+        self._certain: list[str] = []
+        self._thoughts: list[str] = []
+        """Text and reasoning that were not sent."""
+        self._space: list[str] = []
+        """White space after the text that is certain."""
 
-    def add_delta(self, delta: Mapping[str, Any]) -> dict[str, Any]:
-        """Add what the streaming parsers say; returns the message so far."""
-        self._assembly.add(delta)
+    def add_delta(self, delta: Mapping[str, Any]) -> None:
+        """Add what the streaming parsers say."""
+        added = self._assembly.add(delta)
+        if added.content:
+            text = added.content.rstrip()
+            if text:
+                self._certain += [*self._space, text]
+                self._space.clear()
+            self._space.append(added.content[len(text) :])
+        if added.reasoning:
+            self._thoughts.append(added.reasoning)
+
+    def message(self) -> dict[str, Any]:
+        """The message so far, as the streaming parsers have it."""
         return self._assembly.message()
 
     def is_prefix_of(self, message: Mapping[str, Any]) -> bool:
         """Whether `message` begins with what was sent."""
         content, reasoning = message.get("content") or "", message.get("reasoning_content") or ""
-        return content.startswith(self._content) and reasoning.startswith(self._reasoning)
+        return content.startswith("".join(self._content)) and reasoning.startswith("".join(self._reasoning))
 
     def agrees_with(self, message: Mapping[str, Any]) -> bool:
         """Whether `message` begins with all that is certain, sent or not."""
@@ -345,27 +380,26 @@ class CertainText:
 
     @property
     def has_sent(self) -> bool:
-        return bool(self._content or self._reasoning)
+        return bool(self._content)
 
     def take_certain(self) -> Delta | None:
         """The text that is certain and was not sent; None if there is none."""
-        message = self._assembly.message()
-        if message.get("tool_calls"):
+        if self._assembly.has_calls or not (self._certain or self._thoughts):
             return None
-        return self._take(message | {"content": (message.get("content") or "").rstrip()})
+        delta = Delta(self._index, "".join(self._certain), "".join(self._thoughts))
+        self._certain.clear()
+        self._thoughts.clear()
+        self._content.append(delta.content)
+        self._reasoning.append(delta.reasoning)
+        return delta
 
     def take_rest(self, message: Mapping[str, Any]) -> Delta | None:
         """What of the whole `message`, which must begin with what was sent, was not sent; None if nothing."""
         assert self.is_prefix_of(message), "text that was sent cannot be taken back"
-        delta = self._take(message) or Delta(self._index)
-        delta.tool_calls = [{"index": position, **call} for position, call in enumerate(message.get("tool_calls") or ())]
-        return delta if delta.content or delta.reasoning or delta.tool_calls else None
-
-    def _take(self, message: Mapping[str, Any]) -> Delta | None:
         content, reasoning = message.get("content") or "", message.get("reasoning_content") or ""
-        delta = Delta(self._index, content[len(self._content) :], reasoning[len(self._reasoning) :])
-        self._content, self._reasoning = content, reasoning
-        return delta if delta.content or delta.reasoning else None
+        calls = [{"index": position, **call} for position, call in enumerate(message.get("tool_calls") or ())]
+        delta = Delta(self._index, content[sum(map(len, self._content)) :], reasoning[sum(map(len, self._reasoning)) :], calls)
+        return delta if delta.content or delta.reasoning or delta.tool_calls else None
 
 
 def shows_text(message: Mapping[str, Any]) -> bool:

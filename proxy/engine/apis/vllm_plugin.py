@@ -208,7 +208,7 @@ class _Choice(GeneratedChoice):
             return {"role": "assistant", "content": ""}
         message = plain_message(ended.message)
         if self.text is not None and not self.text.is_prefix_of(message):
-            message = self.text.add_delta({})
+            message = self.text.message()
         keep_one_call(message, job.request)
         return message
 

@@ -361,13 +361,14 @@ class Parser:
         # The streaming parsers decide where the text belongs, as far as they and the parse of the whole differ: also where the reply ended
         # before any of it was sent, so that a reply does not depend on how fast it came.
         try:
-            message = await self._step(live, self._job.prompt_json, choice.finish_reason or "abort")
+            await self._step(live, self._job.prompt_json, choice.finish_reason or "abort")
         except VerbatimError:
             if live.has_sent:
                 raise
             return parsed.name_calls({})
         if live.agrees_with(parsed.message):
             return await self.find_ids(parsed, choice, choice.visible_ids)
+        message = live.message()
         keep_one_call(message, self._job.request)
         return Parsed(message, parsed.logprobs)
 
@@ -381,9 +382,10 @@ class Parser:
         live = LiveText(choice.index, token_ids)
         end = msgspec.Raw(_encode(self._job.prompt_ids[-_PROMPT_END:].tolist()))
         try:
-            message = await self._step(live, end, choice.finish_reason or "abort")
+            await self._step(live, end, choice.finish_reason or "abort")
         except VerbatimError:
             return parsed.name_calls({})
+        message = live.message()
         keep_one_call(message, self._job.request)
         return parsed.name_calls(message)
 
@@ -392,8 +394,8 @@ class Parser:
         await self._step(live, self._job.prompt_json)
         return live.take_certain()
 
-    async def _step(self, live: LiveText, prompt: msgspec.Raw, finish_reason: str | None = None) -> dict[str, Any]:
-        """Feed the pending ids to the streaming parsers; returns the message so far. A `finish_reason` flushes them."""
+    async def _step(self, live: LiveText, prompt: msgspec.Raw, finish_reason: str | None = None) -> None:
+        """Feed the pending ids to the streaming parsers. A `finish_reason` flushes them."""
         started = time.perf_counter()
         body = {
             "stream": True,
@@ -404,7 +406,7 @@ class Parser:
             "chat_request": self._request,
         }
         step = await self._http.ask(self._replica, DERENDER, body, _Step)
-        return live.add(step, time.perf_counter() - started)
+        live.add(step, time.perf_counter() - started)
 
     async def _parse_whole(self, choice: SampledChoice) -> Parsed:
         wanted = self._job.request.top_logprobs is not None
@@ -486,9 +488,9 @@ class LiveText(CertainText):
         """For how many seconds the pending ids may wait for more."""
         return max(0.0, self._next_at + self._pause - time.perf_counter())
 
-    def add(self, step: _Step, seconds: float) -> dict[str, Any]:
-        """Add a step that took so long; returns the message so far."""
+    def add(self, step: _Step, seconds: float) -> None:
+        """Add a step that took so long."""
         self.state, self.pending = step.stream_state, []
         self._pause = max(_SHORTEST_PAUSE_SECONDS, _PATIENCE * seconds)
         self._next_at = time.perf_counter() + self._pause
-        return self.add_delta(step.chunk.choices[0].delta if step.chunk.choices else {})
+        self.add_delta(step.chunk.choices[0].delta if step.chunk.choices else {})
