@@ -152,8 +152,7 @@ class _Answer(EngineAnswer):
 
     def check(self, replica: Replica, path: str, content: bytes) -> None:
         """Raises the refusal that an event reports."""
-        if self.error:
-            raise refusal(replica, path, int(self.error.get("code") or 500), content)
+        raise refusal(replica, path, int((self.error or {}).get("code") or 500), content)
 
 
 class _SglangChoice(IdChoice):

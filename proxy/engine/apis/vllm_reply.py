@@ -260,7 +260,8 @@ class SampledChoice(PieceChoice):
             # The chat's word for a reply with tool calls that ended by itself.
             self.finish_reason = "stop" if self.finish_reason == "tool_calls" else self.finish_reason
         if self.live is not None:
-            self.live.pending.extend(visible_ids(piece.token_ids or [], self.finish_reason, self.stop_reason))
+            ids = piece.token_ids or []
+            self.live.pending += visible_ids(ids, self.finish_reason, self.stop_reason) if piece.finish_reason else ids
 
     @property
     def visible_ids(self) -> list[int]:

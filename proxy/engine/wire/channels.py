@@ -85,8 +85,10 @@ class Channel(asyncio.Protocol):
         self._read_seconds = read_seconds or math.inf
         self.loop = asyncio.get_running_loop()
         self._headers: dict[bytes, bytes] = {}
-        # The parser takes a header down without entering Python.
+        self._bodies: list[bytes] = []
+        # The parser takes these down without entering Python. What arrives together is passed on at once.
         self.on_header = self._headers.__setitem__
+        self.on_body = self._bodies.append
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport
         self._receiver: Receiver | None = None
@@ -128,9 +130,12 @@ class Channel(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
+            self._pass_on()
             if self._receiver is not None:
                 self._receiver.fail(BrokenOff(f"the engine's answer is not HTTP: {error}"))
             self.close()
+        if self._bodies:
+            self._pass_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
@@ -157,14 +162,18 @@ class Channel(asyncio.Protocol):
             # Informational answers precede the real one.
             self._headers.clear()
 
-    def on_body(self, body: bytes) -> None:
-        if self._receiver is not None:
+    def _pass_on(self) -> None:
+        body = self._bodies[0] if len(self._bodies) == 1 else b"".join(self._bodies)
+        self._bodies.clear()
+        if body and self._receiver is not None:
             self._receiver.add_body(body)
 
     def on_message_complete(self) -> None:
         receiver = self._receiver
         if receiver is None or not receiver.status:
             return
+        if self._bodies:
+            self._pass_on()
         self._receiver = None
         receiver.finish()
         # An engine may refuse a request of which it has only a part; another one cannot follow that.

@@ -45,11 +45,11 @@ class EngineAnswer(msgspec.Struct):
     error: Any = None
 
     def check(self, replica: Replica, path: str, content: bytes) -> None:
-        """Raises EngineFailed for an answer that reports an error, EngineBusy where the engine is paused; `content` is the whole of it."""
+        """Raises what the `error` means that the answer reports: EngineFailed, EngineBusy where the engine is paused. `content` is the
+        whole of it."""
         if isinstance(self.error, dict) and is_pause(self.error.get("message")):
             raise paused(replica)
-        if self.error:
-            raise EngineFailed(f"engine {replica.name} broke off: {str(self.error)[:300]}")
+        raise EngineFailed(f"engine {replica.name} broke off: {str(self.error)[:300]}")
 
 
 A = TypeVar("A", bound=EngineAnswer)
@@ -441,7 +441,8 @@ class ReplyStream(Generic[A]):
         except msgspec.DecodeError as error:
             how = "streamed" if self._events is not None else f"answered {self._path} with"
             raise EngineFailed(f"engine {self._replica.name} {how} something unexpected: {error}") from error
-        answer.check(self._replica, self._path, content)
+        if answer.error:
+            answer.check(self._replica, self._path, content)
         self._scope.heard_at = time.perf_counter()
         return answer
 
