@@ -79,6 +79,7 @@ def test_a_replica_says_all_about_itself(engine: ScriptedEngine, redis_url: str,
             "weight_version": 0,
             "in_flight": 0,
             "max_calls": 4,
+            "description": "version unknown, path token, trainable, takes weights",
             "notes": [],
         }
         given = service.request("GET", "/engines").json()
