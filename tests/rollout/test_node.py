@@ -356,16 +356,20 @@ async def test_skills_lie_where_the_harness_looks_and_servers_stand_in_its_confi
 LIMITED = {
     "dialect": "chat",
     "argv": ["sh", "-c", f"echo $LIMITS; {ASK}", "{prompt}"],
-    "env": {"OPENAI_BASE_URL": "{openai}", "OPENAI_API_KEY": "{api_key}", "LIMITS": "{window} {max_input} {max_output}"},
+    "env": {
+        "OPENAI_BASE_URL": "{openai}",
+        "OPENAI_API_KEY": "{api_key}",
+        "LIMITS": "{window} {max_input} {reserve} {max_output}",
+    },
 }
 
 
 @pytest.mark.parametrize(
     ("fields", "limits"),
     [
-        ({}, "8192 6144 2048"),
-        ({"model": "policy", "sampling": {"max_tokens": 512}}, "8192 7680 512"),
-        ({"budgets": Budgets(agent=60, total=120, max_completion_tokens=1000)}, "8192 7192 1000"),
+        ({}, "8192 6144 2048 2048"),
+        ({"model": "policy", "sampling": {"max_tokens": 512}}, "8192 6144 2048 512"),
+        ({"budgets": Budgets(agent=60, total=120, max_completion_tokens=1000)}, "8192 6144 2048 1000"),
     ],
     ids=["window", "sampling", "budget"],
 )
