@@ -46,6 +46,7 @@ OWN, ENGINE, STORE, HARNESS = range(len(PARTS))
 
 _CELLS = range(len(STEPS) * len(PARTS))
 _AT_REPLICA = (INTENT, PLAN, SAMPLE)
+_ENGINE_CELLS = [step * len(PARTS) + ENGINE for step in (PLAN, SAMPLE, INTERPRET)]
 
 
 class CallTrace(Protocol):
@@ -87,7 +88,9 @@ class Timeline:
 
     def begin(self, step: int) -> None:
         """The current step is over and this one begins."""
-        self.wait()
+        now = time.perf_counter()
+        self.seconds[self._first] += now - self._at
+        self._at = now
         self._first = step * len(PARTS)
         # In a trace, interpreting is part of sampling.
         if self.trace is not None and step not in (self._traced, INTERPRET):
@@ -123,7 +126,7 @@ class Timeline:
     @property
     def engine_seconds(self) -> float:
         """How long the call waited for its engine to render, sample and interpret."""
-        return sum(self.seconds[step * len(PARTS) + ENGINE] for step in (PLAN, SAMPLE, INTERPRET))
+        return sum(map(self.seconds.__getitem__, _ENGINE_CELLS))
 
 
 TIMELINE: ContextVar[Timeline] = ContextVar("timeline", default=Timeline())  # noqa: B039  that of all that is no call: nobody reads it

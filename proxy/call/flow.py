@@ -141,6 +141,9 @@ class Flow:
         retry = headers.get("x-stainless-retry-count", "0")
         marks = {**request.marks, "retry": retry} if retry != "0" else request.marks
         turn = Turn(
+            info.session_id,
+            call_ids[0],
+            draft.tree,
             draft,
             request,
             digest,
@@ -200,7 +203,20 @@ class Flow:
         request = Request("chat", model, history, sampling=sampling, forward=forward, stream=True)
         scope = CancelScope(turn.session_id, new_call_id())
         judging = Turn(
-            Draft(tree), request, b"", [scope.call_id], scope, time.time(), turn.clock, Timeline(), sampling, {}, turn.purpose
+            turn.session_id,
+            scope.call_id,
+            tree,
+            Draft(tree),
+            request,
+            b"",
+            [scope.call_id],
+            scope,
+            started_at=time.time(),
+            clock=turn.clock,
+            timeline=Timeline(),
+            sampling=sampling,
+            marks={},
+            purpose=turn.purpose,
         )
 
         async def sample(replica: Replica) -> Sampled:

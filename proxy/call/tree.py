@@ -129,7 +129,8 @@ class Session:
         self._replies: dict[str, dict[str, Any]] = {}
         self._replied: dict[str, Digests] = {}
         self._models: dict[str, str] = {}
-        self._seen: dict[SeenKey, list[HistoryMessage]] = {}
+        self.items: dict[SeenKey, list[HistoryMessage]] = {}
+        """The messages of each raw item that a recorded call of the session brought."""
         self._recent: OrderedDict[str, Ids] = OrderedDict()
         self._renderings: OrderedDict[str, Ids] = OrderedDict()
         self._replays: OrderedDict[str, ReplayedHistory] = OrderedDict()
@@ -147,13 +148,9 @@ class Session:
         recorded = 0 if self.recording is None else self.recording.size_bytes
         return recorded + self._bytes + 2 * _RECENT_PROMPTS * np.dtype(np.int32).itemsize * self._longest
 
-    def seen(self, key: SeenKey) -> list[HistoryMessage] | None:
-        """The messages of a raw item that a recorded call of the session brought."""
-        return self._seen.get(key)
-
     def keep(self, key: SeenKey, seen: list[HistoryMessage], size: int) -> None:
         """Remember the messages of a raw item that a recorded call brought; `size` is about how much memory they take, in bytes."""
-        if self._seen.setdefault(key, seen) is seen:
+        if self.items.setdefault(key, seen) is seen:
             self._bytes += size
 
     def digest(self, heard: ParsedMessage, draft: Draft | None = None) -> HistoryMessage:
@@ -395,7 +392,7 @@ class Draft:
     def see(self, raw: bytes, read: ItemReader) -> list[HistoryMessage]:
         # The same bytes may mean another message in another dialect.
         key = (read, raw if len(raw) <= _SHORT_BYTES else hash_bytes(raw))
-        seen = self.tree.seen(key)
+        seen = self.tree.items.get(key)
         if seen is not None:
             return seen
         new = self._new.get(key)

@@ -46,6 +46,10 @@ class Turn:
     recording makes of it; a call that is replayed has the ids and the start it had. With a `lookahead` the request asks for its
     candidates."""
 
+    session_id: str
+    call_id: str
+    """The first choice's, under which the call's intent is stored."""
+    tree: Session
     draft: Draft
     request: Request
     digest: bytes
@@ -64,19 +68,6 @@ class Turn:
     def shown(self) -> Request:
         """The request as the harness made it: of a lookahead's candidates it gets one."""
         return self.request if self.lookahead is None else replace(self.request, n=1)
-
-    @property
-    def tree(self) -> Session:
-        return self.draft.tree
-
-    @property
-    def session_id(self) -> str:
-        return self.scope.session_id
-
-    @property
-    def call_id(self) -> str:
-        """The first choice's, under which the call's intent is stored."""
-        return self.scope.call_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,21 +132,14 @@ class SessionStore:
         # The intent may have been written even when no answer arrives.
         self._unsettled[intent.call_id] = _Unsettled(session_id, None)
         answers = self._answers.encode(session_id)
-        amounts = (
-            left.calls,
-            left.completion_tokens,
-            left.total_tokens,
-            wanted.calls,
-            wanted.completion_tokens,
-            wanted.total_tokens,
-        )
         args = (
             _number(created_at),
             known_calls,
             intent.call_id,
             pack((SCHEMA, signed)),
             most_bytes,
-            *("" if each is None else each for each in amounts),
+            *_amounts(left),
+            *_amounts(wanted),
             *answers,
         )
         parts = (*_with_intents(session_id), *_answers_of(session_id))
@@ -453,6 +446,13 @@ def _with_intents(session_id: str) -> tuple[str, str, str]:
 
 def _answers_of(session_id: str) -> tuple[str, str]:
     return keys.delivered(session_id), keys.answering(session_id)
+
+
+def _amounts(share: Share) -> Sequence[Argument]:
+    """As the script reads them: "" for what has no limit."""
+    if share is NO_SHARE:
+        return ("", "", "")
+    return ["" if each is None else each for each in (share.calls, share.completion_tokens, share.total_tokens)]
 
 
 def _number(value: float | None) -> str:

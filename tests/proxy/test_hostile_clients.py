@@ -85,7 +85,7 @@ def test_messages_of_a_refused_body_are_not_remembered(service: RunningService, 
     session = service.session()
     assert post(service, session, path, BODIES[path]).status_code == 200
     tree = tree_of(service, session)
-    before = (len(tree._seen), tree.memory_bytes, len(tree._chains))
+    before = (len(tree.items), tree.memory_bytes, len(tree._chains))
     for number in range(3):
         body = json.loads(json.dumps(BODIES[path]))
         history = next(body[name] for name in HISTORIES if name in body)
@@ -93,7 +93,7 @@ def test_messages_of_a_refused_body_are_not_remembered(service: RunningService, 
             history.append({**history[0], "number": f"{number} {at}"})
         history.append("no message at all")
         assert post(service, session, path, body).status_code == 400
-    assert (len(tree._seen), tree.memory_bytes, len(tree._chains)) == before
+    assert (len(tree.items), tree.memory_bytes, len(tree._chains)) == before
     assert drafts() <= 1
 
 
@@ -101,13 +101,13 @@ def test_messages_that_the_engine_refuses_are_not_remembered(engine: ScriptedEng
     session = service.session()
     session.ask("q")
     tree = tree_of(service, session)
-    before = (len(tree._seen), tree.memory_bytes, len(tree._chains), len(tree._replays))
+    before = (len(tree.items), tree.memory_bytes, len(tree._chains), len(tree._replays))
     said = session.calls[0]["reply"]
     for number in range(3):
         engine.fault("/inference/v1/generate", Fail(400, "no"))
         history = [{"role": "user", "content": "q"}, said, {"role": "user", "content": f"{number}"}]
         assert post(service, session, "/v1/chat/completions", {"model": "policy", "messages": history}).status_code == 400
-    assert (len(tree._seen), tree.memory_bytes, len(tree._chains), len(tree._replays)) == before
+    assert (len(tree.items), tree.memory_bytes, len(tree._chains), len(tree._replays)) == before
     assert service.request("GET", f"/sessions/{session.session_id}").json()["calls"] == 1
 
 
@@ -193,7 +193,7 @@ def test_a_body_of_too_many_messages_tools_or_parts_is_refused_by_their_number(
     refused = post(service, session, path, many(path, what, count))
     assert refused.status_code == 400, refused.text
     assert "at most" in refused.text or "more than" in refused.text
-    assert tree_of(service, session)._seen == {}
+    assert tree_of(service, session).items == {}
     assert session.calls == []
 
 
@@ -331,7 +331,7 @@ def test_seals_that_together_hold_too_much_are_refused_whatever_their_size(servi
     refused = post(service, session, path, sealed(path, *(seal(CALL_ID, str(at) + text) for at in range(5))))
     assert refused.status_code == 400, refused.text
     assert f"longer than {MAX_SEALED_BYTES} bytes" in refused.json()["error"]["message"]
-    assert tree_of(service, session)._seen == {}
+    assert tree_of(service, session).items == {}
     assert session.calls == []
 
 
