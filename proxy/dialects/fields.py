@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import msgpack
@@ -23,8 +23,10 @@ MAX_CHOICES = 128
 
 
 def text(body: Mapping[str, Any], key: str) -> str | None:
-    value: str | None = _check(body, key, lambda value: isinstance(value, str), "a string")
-    return value
+    value = body.get(key)
+    if value is None or isinstance(value, str):
+        return value
+    raise _wrong(key, "a string")
 
 
 def model(body: Mapping[str, Any]) -> str:
@@ -35,38 +37,61 @@ def model(body: Mapping[str, Any]) -> str:
 
 
 def number(body: Mapping[str, Any], key: str) -> float | None:
-    value: float | None = _check_bounds(_check(body, key, is_number, "a number"), key)
-    return value
+    value = body.get(key)
+    if value is None or isinstance(value, float):
+        return value
+    if not is_integer(value):
+        raise _wrong(key, "a number")
+    return _bounded(value, key)
 
 
 def integer(body: Mapping[str, Any], key: str) -> int | None:
-    value: int | None = _check_bounds(_check(body, key, is_integer, "an integer"), key)
-    return value
+    value = body.get(key)
+    if value is None:
+        return None
+    if not is_integer(value):
+        raise _wrong(key, "an integer")
+    return _bounded(value, key)
 
 
 def positive(body: Mapping[str, Any], key: str) -> int | None:
-    rule = "a positive integer"
-    value: int | None = _check_bounds(_check(body, key, lambda value: is_integer(value) and value >= 1, rule), key)
-    return value
+    value = body.get(key)
+    if value is None:
+        return None
+    if not is_integer(value) or value < 1:
+        raise _wrong(key, "a positive integer")
+    return _bounded(value, key)
 
 
 def flag(body: Mapping[str, Any], key: str) -> bool:
-    return bool(_check(body, key, lambda value: isinstance(value, bool), "true or false"))
+    value = body.get(key)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise _wrong(key, "true or false")
 
 
 def mapping(body: Mapping[str, Any], key: str) -> dict[str, Any]:
-    return _check(body, key, lambda value: isinstance(value, dict), "an object") or {}
+    value = body.get(key)
+    if value is None or isinstance(value, dict):
+        return value or {}
+    raise _wrong(key, "an object")
 
 
 def objects(body: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    return _check(body, key, lambda value: _is_list_of(dict, value), "a list of objects") or []
+    value = body.get(key)
+    if value is None or _is_list_of(dict, value):
+        return value or []
+    raise _wrong(key, "a list of objects")
 
 
 def strings(body: Mapping[str, Any], key: str) -> list[str]:
     """A lone string counts as a list of one."""
-    rule = "a string or a list of strings"
-    value = _check(body, key, lambda value: isinstance(value, str) or _is_list_of(str, value), rule)
-    return [value] if isinstance(value, str) else value or []
+    value = body.get(key)
+    if isinstance(value, str):
+        return [value]
+    if value is None or _is_list_of(str, value):
+        return value or []
+    raise _wrong(key, "a string or a list of strings")
 
 
 def choices(body: Mapping[str, Any], key: str) -> int:
@@ -82,6 +107,8 @@ def sampling(body: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any
     and top_p are numbers, top_k, seed and max_tokens integers, stop is a list of strings."""
     found: dict[str, Any] = {}
     for key, name in names.items():
+        if body.get(key) is None:
+            continue
         if name == "stop":
             value: Any = strings(body, key) or None
         elif name == "max_tokens":
@@ -174,17 +201,14 @@ def _is_list_of(kind: type, value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, kind) for item in value)
 
 
-def _check(body: Mapping[str, Any], key: str, is_valid: Callable[[Any], bool], rule: str) -> Any:
-    value = body.get(key)
-    if value is not None and not is_valid(value):
-        raise RequestError(f"'{key}' must be {rule}", param=key)
-    return value
+def _wrong(key: str, rule: str) -> RequestError:
+    return RequestError(f"'{key}' must be {rule}", param=key)
 
 
-def _check_bounds(value: Any, key: str) -> Any:
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise RequestError(f"'{key}' must be an integer of at most 64 bits", param=key)
-    return value
+def _bounded(value: int, key: str) -> int:
+    if -(2**63) <= value < 2**63:
+        return value
+    raise RequestError(f"'{key}' must be an integer of at most 64 bits", param=key)
 
 
 # JSON. A harness sends its whole history with every call: `split_body` leaves that history's items raw, so that an item is decoded and

@@ -237,8 +237,16 @@ class StoreConnection:
 
     async def _survey(self) -> list[CommandGroup]:
         seconds = min(PART_SECONDS, self.timeout_seconds / 3)
-        parts: list[CommandGroup] = await self._guard(lambda link: link.survey(seconds))
-        return parts
+        waiting = True
+        try:
+            async with Deadline(self.timeout_seconds), self._free:
+                waiting = False
+                return await (self._link or await self._open()).survey(seconds)
+        except Exception as error:
+            explained = self._explain(error, waiting)
+            if explained is None:
+                raise
+            raise explained from error
 
     def _judge(self, part: CommandGroup) -> StoreUnavailable | None:
         """Why the part takes no records."""
@@ -289,31 +297,32 @@ class StoreConnection:
             await asyncio.sleep(pause)
 
     async def _send(self, key: str | None, commands: Sequence[Command]) -> list[Any]:
-        pooled = not goes_through_pipe(commands)
-        answers: list[Any] = await self._guard(lambda link: link.send(key, commands), pooled=pooled)
-        return answers
-
-    async def _guard(self, act: Callable[[Link], Awaitable[Any]], *, pooled: bool = True) -> Any:
-        """The result of `act`, within the deadline. Translates Redis's errors to `StoreUnavailable`, except NoScriptError. `pooled`: it
-        needs a connection of its own."""
-        waiting = pooled
+        """The answers, within the deadline. Translates Redis's errors to `StoreUnavailable`, except NoScriptError."""
+        # What goes through the pipe needs no connection of its own.
+        waiting = not goes_through_pipe(commands)
         try:
             async with Deadline(self.timeout_seconds):
-                if not pooled:
-                    return await act(self._link or await self._open())
+                if not waiting:
+                    return await (self._link or await self._open()).send(key, commands)
                 async with self._free:
                     waiting = False
-                    return await act(self._link or await self._open())
-        except broken.NoScriptError:
-            raise
-        except TimeoutError as error:
-            raise self._time_out(waiting) from error
-        except (*GONE, broken.ResponseError) as error:
-            unavailable = self._translate(error)
-            if unavailable is None:
+                    return await (self._link or await self._open()).send(key, commands)
+        except Exception as error:
+            explained = self._explain(error, waiting)
+            if explained is None:
                 raise
+            raise explained from error
+
+    def _explain(self, error: Exception, waiting: bool) -> StoreUnavailable | None:
+        """What the caller is told of a failure of Redis; None where it is told the error itself."""
+        if isinstance(error, TimeoutError):
+            return self._time_out(waiting)
+        if isinstance(error, broken.NoScriptError) or not isinstance(error, (*GONE, broken.ResponseError)):
+            return None
+        unavailable = self._translate(error)
+        if unavailable is not None:
             self._distrust_demoted(error)
-            raise unavailable from error
+        return unavailable
 
     def _translate(self, error: Exception) -> StoreUnavailable | None:
         """None for a bug in this program. The message says what the server refuses in words: a script's error quotes the script."""

@@ -103,6 +103,8 @@ class StoreServer:
     async def send(self, key: str | None, commands: Sequence[Command], *, asking: bool = False) -> list[Any]:
         self._refuse_if_closed()
         try:
+            if not asking and goes_through_pipe(commands):
+                return [await self._send_script(commands[0])]
             return await self._send_again_if_reset(commands, asking)
         finally:
             if self._closed:
@@ -146,8 +148,6 @@ class StoreServer:
             return (await self._send_pipeline([_ASKING, *commands]))[1:]
         if len(commands) > 1:
             return await self._send_pipeline(commands)
-        if goes_through_pipe(commands):
-            return [await self._send_script(commands[0])]
         return [await self._client.execute_command(*commands[0])]  # type: ignore[no-untyped-call]
 
     async def _send_script(self, command: Command) -> Any:

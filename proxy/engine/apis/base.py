@@ -299,10 +299,8 @@ class _Known:
 
     text: bytes
     ids: Ids
-
-    @property
-    def size(self) -> int:
-        return len(self.text) + self.ids.nbytes
+    size: int
+    """Of both, in bytes."""
 
 
 class IdText:
@@ -320,7 +318,7 @@ class IdText:
         """The ids of a JSON list of integers. Raises msgspec.DecodeError for anything else."""
         ids = self._parse(text)
         if remember:
-            self._remember(self._read, _Known(text.rstrip(), ids))
+            self._remember(self._read, text.rstrip(), ids)
         return ids
 
     def write(self, ids: Ids) -> bytes:
@@ -329,7 +327,7 @@ class IdText:
             if item.ids is ids:
                 return item.text
         text = next((item.text for item in self._read if item.ids is ids), None) or self._format(ids)
-        self._remember(self._written, _Known(text, ids))
+        self._remember(self._written, text, ids)
         return text
 
     def detach(self) -> None:
@@ -339,11 +337,14 @@ class IdText:
     def _parse(self, text: bytes) -> Ids:
         if len(text) < self._short * _DIGITS:
             return pack_ids(_decode(text))
-        found = [(_shared_ids_end(item.text, text), item) for item in self._read]
-        end, known = max(found, key=lambda pair: pair[0], default=(0, None))
-        if not end or known is None:
+        end, ids = 0, NO_IDS
+        for item in self._read:
+            shared = _shared_ids_end(item.text, text)
+            if shared > end:
+                end, ids = shared, item.ids
+        if not end:
             return pack_ids(_decode(text))
-        head = known.ids[: text.count(b",", 0, end) + 1]
+        head = ids[: text.count(b",", 0, end) + 1]
         return pack_ids(np.concatenate((head, pack_ids(_decode(b"[" + text[end + 1 :])))))
 
     def _format(self, ids: Ids) -> bytes:
@@ -354,7 +355,8 @@ class IdText:
         rest = _encode(ids[len(known.ids) :].tolist())
         return known.text if len(rest) == 2 else known.text[:-1] + b"," + rest[1:]
 
-    def _remember(self, lists: deque[_Known], known: _Known) -> None:
+    def _remember(self, lists: deque[_Known], text: bytes, ids: Ids) -> None:
+        known = _Known(text, ids, len(text) + ids.nbytes)
         growth = known.size - (lists[0].size if len(lists) == _REMEMBERED else 0)
         lists.append(known)
         self.size += growth
