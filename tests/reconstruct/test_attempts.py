@@ -170,7 +170,8 @@ CUT = (LIMIT, PUSH, PUSH_UNKNOWN, BROKEN, HUNG_UP)
 
 @dataclass
 class Run:
-    """What a harness met. `got` and `lost` are the calls whose replies it got and did not; `continued` those it went on from."""
+    """What a harness met. `got` and `lost` are the calls whose replies it got and did not; `continued` those it went on from with a call
+    that was recorded: one that a process died in makes the session incomplete, and says nothing of the call before it."""
 
     talk: Talk = field(default_factory=Talk)
     got: dict[str, str] = field(default_factory=dict)
@@ -195,12 +196,12 @@ def runs(draw: st.DrawFn) -> Run:
         for _ in range(draw(st.integers(0, 4))):
             new = draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))
             prompt = [*(run.talk.full[parent] if parent else []), *new]
-            if parent is not None:
-                run.continued.add(parent)
             for _ in range(draw(st.integers(1, 3))):
                 number += 1
                 ask(draw, run, f"c{number:02d}", parent, prompt)
             made = [each.call_id for each in run.talk.calls if each.node.parent_id == parent]
+            if parent is not None and made:
+                run.continued.add(parent)
             parent = draw(st.sampled_from([*made, *([parent] if parent else [])])) if made else parent
     return run
 
