@@ -27,7 +27,7 @@ SHOUTING = """
 from proxy.dialects.base import Delta, FirstToken
 from proxy.engine.apis.base import EngineKind
 from proxy.engine.apis.renderer import Rendered
-from proxy.engine.apis.reply import Outcome, Sampled
+from proxy.engine.apis.reply import EngineChoice, EngineReply
 from proxy.engine.wire.http import EngineAnswer
 from reconstruct.records import Span, pack_ids
 
@@ -65,7 +65,7 @@ class Shouting(EngineKind):
                         emit(Delta(0, "".join(map(chr, event.ids))))
         message = {"role": "assistant", "content": "".join(map(chr, ids))}
         spans = (Span(replica.weight_version, 0, len(ids)),)
-        return Outcome([Sampled(0, ids, [-0.5] * len(ids), spans, "stop", None, message)], None, len(job.prompt_ids))
+        return EngineReply([EngineChoice(0, ids, [-0.5] * len(ids), spans, "stop", None, message)], None, len(job.prompt_ids))
 """
 
 
