@@ -46,16 +46,18 @@ def open_engine_client(seconds: float, key_file: Path | None = None) -> httpx.Cl
 
 def _read_key(key_file: Path | None) -> str:
     """Empty if there is none. Raises ValueError, which names what is wrong."""
-    from proxy.auth import token_in
+    from proxy.auth import check_token, token_in
 
     given = os.environ.get("VERBATIM_ENGINE_API_KEY_FILE")
     path, source = (key_file, KEY_FILE_FLAG) if key_file else (Path(given) if given else None, "VERBATIM_ENGINE_API_KEY_FILE")
-    if path is None:
-        return os.environ.get("VERBATIM_ENGINE_API_KEY", "")
+    key = os.environ.get("VERBATIM_ENGINE_API_KEY", "")
     try:
-        return token_in(path)
+        if path is not None:
+            return token_in(path)
+        check_token(key)
+        return key
     except ValueError as error:
-        raise ValueError(f"{source} {path}: {error}") from error
+        raise ValueError(f"{'VERBATIM_ENGINE_API_KEY' if path is None else f'{source} {path}'}: {error}") from error
 
 
 def check_engine(engine: str, client: httpx.Client, wanted: Collection[str | None] = ()) -> Check:

@@ -78,7 +78,7 @@ class EngineKinds:
         await self._read_sample(replica, logprob_mode)
 
     async def sample_token(self, replica: Replica) -> None:
-        """Sample one token of nobody's, to see that the engine does. Raises as `EngineKind.sample`."""
+        """Sample one token that belongs to no call, to see that the engine samples. Raises as `EngineKind.sample`."""
         await sample_token(self.of(replica), replica)
 
     async def look_behind(self, replica: Replica, *, fresh: bool = False, thorough: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Evidence: what only one engine can say, so that two different answers come of two engines."""
+"""Evidence: what only one engine can say, so that two different answers come from two engines."""
 
 from __future__ import annotations
 

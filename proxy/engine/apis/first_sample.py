@@ -75,7 +75,7 @@ async def read_sample(kind: EngineKind, replica: Replica, logprob_mode: str) -> 
 
 
 async def sample_token(kind: EngineKind, replica: Replica) -> None:
-    """Sample one token of nobody's. Raises as `EngineKind.sample`."""
+    """Sample one token that belongs to no call. Raises as `EngineKind.sample`."""
     await _sample(kind, replica, _ask_with_messages(replica, stream=False), "")
 
 

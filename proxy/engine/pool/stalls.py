@@ -56,8 +56,8 @@ def read_counts(page: str) -> TokenCounts:
 
 
 class Stalls:
-    """`replicas` gives those that there are, draining ones too. `sample_token` has one sample a token of nobody's. `is_updating` says
-    whether a replica samples nothing because its weights change. `wake` has it visited at once."""
+    """`replicas` gives those that there are, draining ones too. `sample_token` has one of them sample a token that belongs to no call.
+    `is_updating` says whether a replica samples nothing because its weights change. `wake` has it visited at once."""
 
     def __init__(
         self,

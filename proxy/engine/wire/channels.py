@@ -64,7 +64,8 @@ class BrokenOff(ChannelError):
 
 
 class Receiver(Protocol):
-    """What takes one answer, as it arrives. `status` is 0 until it is known; `waits`: its reader is slow, so the engine is not."""
+    """What takes one answer, as it arrives. `status` is 0 until it is known; `waits`: nothing is read until its reader
+    has caught up, so that a silence is not the engine's."""
 
     status: int
     waits: bool
@@ -248,7 +249,7 @@ class WholeResponse:
 
 
 class EngineResponse:
-    """An engine's answer as it arrives: `status`, `retry_after` of a refusal, and the body, which can be read once, whole or in pieces."""
+    """An engine's answer as it arrives: `status`, `retry_after` of a refusal, and the body, which can be read once, in pieces."""
 
     def __init__(self, channel: Channel) -> None:
         self.status = 0
@@ -291,13 +292,6 @@ class EngineResponse:
         except BaseException:
             self._channel.close()
             raise
-
-    async def read(self) -> bytes:
-        """The whole body. Raises as `read_piece`."""
-        taken: list[bytes] = []
-        while piece := await self.read_piece():
-            taken.append(piece)
-        return b"".join(taken)
 
     async def read_refusal(self) -> bytes:
         """As much of the body as comes: an engine may hang up while it refuses."""
@@ -445,20 +439,21 @@ class Channels:
         once the status is there.
 
         Raises ChannelError, and TimeoutError after too long a silence."""
-        return await self._begin(b"POST", url, body, headers)
-
-    async def get(self, url: str, headers: Mapping[str, str] = _NO_HEADERS) -> EngineResponse:
-        """As `post`."""
-        return await self._begin(b"GET", url, None, headers)
+        target = _target(url)
+        channel = self._take_idle(target, headers) or await self._connect(target)
+        answer = EngineResponse(channel)
+        channel.ask(self._format(b"POST", target, body, headers), answer)
+        await answer.wait_for_status()
+        return answer
 
     async def ask(
         self, url: str, body: bytes | None, headers: Mapping[str, str] = _NO_HEADERS, seconds: float = 0.0
     ) -> WholeResponse:
-        """The whole answer, within `seconds` after it is sent if they are not 0. As `post`, or as `get` where there is no body."""
+        """The whole answer, within `seconds` after the request is sent if they are not 0. As `post`; a GET where there is no body."""
         target = _target(url)
         channel = self._take_idle(target, headers) or await self._connect(target)
         answer = WholeResponse(channel.loop)
-        channel.ask(self._write(b"GET" if body is None else b"POST", target, body, headers), answer, seconds)
+        channel.ask(self._format(b"GET" if body is None else b"POST", target, body, headers), answer, seconds)
         try:
             await answer.arrived
         except BaseException:
@@ -473,16 +468,8 @@ class Channels:
             channel.close()
         self._idle.clear()
 
-    async def _begin(self, method: bytes, url: str, body: bytes | None, headers: Mapping[str, str]) -> EngineResponse:
-        target = _target(url)
-        channel = self._take_idle(target, headers) or await self._connect(target)
-        answer = EngineResponse(channel)
-        channel.ask(self._write(method, target, body, headers), answer)
-        await answer.wait_for_status()
-        return answer
-
-    def _write(self, method: bytes, target: _Target, body: bytes | None, headers: Mapping[str, str]) -> bytes:
-        """The request."""
+    def _format(self, method: bytes, target: _Target, body: bytes | None, headers: Mapping[str, str]) -> bytes:
+        """The request, as it is sent."""
         authorized = b"" if b"\nAuthorization:" in target.lines else self._key
         lines = list(map("%s: %s\r\n".__mod__, headers.items()))
         if body is not None:

@@ -155,6 +155,14 @@ def test_the_key_is_sent_whatever_else_the_environment_says_of_a_service(vendor:
     assert check(vendor, MODEL, VERBATIM_MAX_CALLS="nonsense", VERBATIM_RENDERER="nobody/knows", **trust)[0] == "ok"
 
 
+@pytest.mark.parametrize("key", ["with a blank", "schlüssel"])
+def test_a_key_that_cannot_be_sent_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERBATIM_ENGINE_API_KEY", key)
+    with pytest.raises(CommandError, match="VERBATIM_ENGINE_API_KEY: a token is made of ASCII letters") as refused:
+        open_engine_client(60.0)
+    assert key not in str(refused.value)
+
+
 @pytest.mark.parametrize("text", ["", "one\ntwo\n", "with a blank"])
 def test_a_key_file_that_holds_no_key_or_several_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "key").write_text(text)

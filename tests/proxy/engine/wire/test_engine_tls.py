@@ -60,8 +60,7 @@ async def ask_both_ways(url: str, settings: Settings) -> list[bytes]:
     """What calls get, and what probes and weight pushes get."""
     channels = open_channels(settings)
     try:
-        async with await channels.get(f"{url}/health") as answer:
-            found = [await answer.read()]
+        found = [(await channels.ask(f"{url}/health", None)).body]
     finally:
         channels.close()
     async with open_session(settings) as session, session.get(f"{url}/health") as response:
