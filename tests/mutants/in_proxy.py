@@ -49,9 +49,9 @@ FAULTS = (
     ),
     Fault(
         "The text of a reply is told twice in a stream.",
-        "        delta = Delta(self._index, content[len(self._content) :], reasoning[len(self._reasoning) :])\n",
-        "        delta = Delta(self._index, content, reasoning[len(self._reasoning) :])\n",
-        _FLOW + "'streamed_capture or the_harness_gets_the_text'",
+        "        delta = Delta(self._index, content[sum(map(len, self._content)) :], ",
+        "        delta = Delta(self._index, content, ",
+        "tests/proxy/engine/apis/test_certain_text.py",
     ),
     Fault(
         "Ids that merely begin like those before are taken for the same.",
