@@ -24,10 +24,10 @@ from proxy.api.closing import build_group_defaults, choose_sweep_interval, close
 from proxy.api.openapi import build_document
 from proxy.api.requests import install_error_handlers
 from proxy.auth import Tokens, is_loopback
+from proxy.call.cache import SessionCache
 from proxy.call.door import HarnessApp
 from proxy.call.http import Application, BodyRoom, CallRate, CallSlots
 from proxy.call.peers import Peers
-from proxy.call.tree import SessionCache
 from proxy.engine.apis.renderer import LocalRenderer
 from proxy.engine.pool.pool import EnginePool
 from proxy.engine.weights.keeper import WeightMetrics
@@ -126,7 +126,7 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
         pool=pool,
         renderer=renderer,
         updater=WeightUpdater(pool, weights, settings, WeightMetrics(metrics.registry, lambda: pool.replicas)),
-        trees=SessionCache(
+        cache=SessionCache(
             sessions,
             settings.session_cache,
             find_session_bytes(1) if settings.session_cache_bytes is None else settings.session_cache_bytes,
@@ -141,7 +141,7 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
     )
     metrics.watch_engines(lambda: [*pool.replicas, *pool.draining], pool.seats.depths)
     metrics.watch(lambda: len(services.inflight))
-    metrics.watch_sessions(services.trees)
+    metrics.watch_sessions(services.cache)
     return services
 
 

@@ -150,7 +150,7 @@ class EngineNumbers(Collector):
 
 
 class SessionMemory(Protocol):
-    """What a process keeps of open sessions; see proxy/call/tree.py."""
+    """What a process keeps of open sessions; see proxy/call/cache.py."""
 
     found: int
     reloaded: int

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from proxy.auth import Tokens
+    from proxy.call.cache import SessionCache
     from proxy.call.http import BodyRoom, CallRate, CallSlots
     from proxy.call.peers import Peers
-    from proxy.call.tree import SessionCache
     from proxy.engine.apis.renderer import LocalRenderer
     from proxy.engine.pool.pool import EnginePool
     from proxy.engine.weights.push import WeightUpdater
@@ -42,7 +42,7 @@ class Services:
     pool: EnginePool
     renderer: LocalRenderer
     updater: WeightUpdater
-    trees: SessionCache
+    cache: SessionCache
     inflight: Inflight
     peers: Peers
     metrics: Metrics

@@ -172,7 +172,7 @@ async def _finish_close(
     except NotFound:
         await services.delivery.retract(session_id)
         raise
-    services.trees.forget(session_id)
+    services.cache.forget(session_id)
     services.pool.release(session_id)
     await fill_group(services, state)
     return state
@@ -202,7 +202,7 @@ async def _finish_delete(services: Services, session_id: str) -> None:
     await services.media.release(session_id, state.info.created_at)
     await _withdraw_deleted(services, session_id)
     await services.delivery.retract(session_id)
-    services.trees.forget(session_id)
+    services.cache.forget(session_id)
     if state.status not in CLOSED:
         services.pool.release(session_id)
 

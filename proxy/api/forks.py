@@ -36,7 +36,7 @@ async def check(services: Services, origin_id: str, until: str | int | None) -> 
         stored = [(b"", b"")] * len(records)
         recording = await asyncio.to_thread(Recording, fork, records, stored, archived.delivered)
     else:
-        recording = await services.trees.load_recording(Fork(origin_id, origin.info.created_at, origin.calls))
+        recording = await services.cache.load_recording(Fork(origin_id, origin.info.created_at, origin.calls))
     await _choose_pivot(services, recording, until)
 
 
@@ -49,7 +49,7 @@ async def prepare(services: Services, session_id: str, origin_id: str, until: st
     if origin is None or origin.status == "restoring":
         origin = await _restore(services, origin_id, session_id, read_state)
     fork = Fork(origin_id, origin.info.created_at, origin.calls)
-    recording = await services.trees.load_recording(fork)
+    recording = await services.cache.load_recording(fork)
     if session_id in recording.sessions:
         raise RequestError(
             f"session '{origin_id}' replays calls of a session '{session_id}': they could not be told from the new one's; "

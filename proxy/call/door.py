@@ -22,7 +22,7 @@ from proxy.call.flow import Flow
 from proxy.call.http import JSON, BodySeat, Client, Receive, Route, Routes, Scope, Send, headers_of, read_body, refuse_encoding
 from proxy.call.media import ImageCache
 from proxy.call.observe import Observer
-from proxy.call.tree import Draft, ParseLane, Session
+from proxy.call.session import Draft, ParseLane, Session
 from proxy.call.turn import Turn
 from proxy.call.window import TOKEN_BYTES, check_length
 from proxy.dialects.base import (
@@ -83,7 +83,7 @@ class HarnessApp:
             services.settings,
             services.pool,
             services.sessions,
-            services.trees,
+            services.cache,
             services.inflight,
             services.peers,
             services.metrics,
@@ -194,13 +194,13 @@ class HarnessApp:
         session_id = named_session(route.session, key, keyless=self._settings.open)
         if key is None or session_of_key(key) is None:
             check_local(headers)
-            return await self._services.trees.open(session_id)
+            return await self._services.cache.open(session_id)
 
         def admits(info: SessionInfo) -> None:
             if not key_opens(key, info.key_hash):
                 raise Unauthorized(f"the API key does not open session {session_id}")
 
-        return await self._services.trees.open(session_id, admits)
+        return await self._services.cache.open(session_id, admits)
 
     async def _read_body(self, exchange: HarnessRequest, place: BodySeat) -> bytes:
         refuse_encoding(exchange.headers.get("content-encoding", ""))
@@ -301,7 +301,7 @@ class HarnessApp:
             # The engine did not break off: this process hung up.
             error = ServiceStopping(STOPPED)
         if isinstance(error, (NotFound, Conflict)) and not isinstance(error, ReplayDiverged):
-            self._services.trees.forget(turn.session_id)
+            self._services.cache.forget(turn.session_id)
         if error.status >= 500 or isinstance(error, (BudgetExhausted, ReplayDiverged)):
             log.warning("session %s: call %s failed: %s", turn.session_id, turn.call_id, error.message)
             await self._afterwork.note_unserved(turn, error)
@@ -326,7 +326,7 @@ class HarnessApp:
             except UnknownCall:
                 if refreshed:
                     raise
-                await self._services.trees.refresh(draft.tree)
+                await self._services.cache.refresh(draft.tree)
                 refreshed = True
         if draft.images:
             await self._parsing.check_images(draft)
@@ -339,7 +339,7 @@ class HarnessApp:
         session_id = tree.info.session_id
         state = await self._services.sessions.load(session_id)
         if state is None or state.info.created_at != tree.info.created_at:
-            self._services.trees.forget(session_id)
+            self._services.cache.forget(session_id)
             raise NotFound(f"session '{session_id}' does not exist")
         if state.status != "open":
             raise Conflict(f"session '{session_id}' is {state.status}; its key opens nothing any more")
@@ -377,7 +377,7 @@ class HarnessApp:
         try:
             return stores.render_stored(response_id, action, Draft(tree))
         except UnknownCall:
-            await self._services.trees.refresh(tree)
+            await self._services.cache.refresh(tree)
             return stores.render_stored(response_id, action, Draft(tree))
 
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from proxy.call.budget import claim_share, count_left, exhaust_total, fit_budget
+from proxy.call.cache import SessionCache
 from proxy.call.lookahead import choose, find_lookahead
 from proxy.call.media import ImageCache
 from proxy.call.peers import Peers
@@ -23,7 +24,7 @@ from proxy.call.prompts import plan_prompt, prompt_continuation
 from proxy.call.record import call_records, minted_choice, minted_delta, place, warn_of_renderings
 from proxy.call.recording import Live, Recalled, Recording, Refused, Replayed
 from proxy.call.replay import Replays, build_reply, play
-from proxy.call.tree import Draft, Session, SessionCache
+from proxy.call.session import Draft, Session
 from proxy.call.turn import (
     Continuation,
     Planned,

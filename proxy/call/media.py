@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from proxy.call.tree import Draft, Session
+from proxy.call.session import Draft, Session
 from proxy.call.turn import Turn
 from proxy.dialects.base import Request
 from proxy.errors import Conflict, RequestError

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 import numpy as np
 
-from proxy.call.tree import Session
+from proxy.call.session import Session
 from proxy.call.turn import Continuation, TokenPlan
 from proxy.dialects.base import HistoryMessage, Request
 from proxy.engine.apis.renderer import Tokenizer

@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 import msgspec
 
-from proxy.call.tree import Session
+from proxy.call.session import Session
 from proxy.call.turn import Continuation, Planned, Sampled
 from proxy.dialects.base import Choice, Delta, Request, tool_call_id
 from proxy.dialects.fields import UNPARSED, accepts, arguments_object

@@ -20,9 +20,10 @@ from typing import Any
 
 import msgspec
 
+from proxy.call.cache import SessionCache
 from proxy.call.prompts import prompt_continuation
 from proxy.call.recording import Live, Recalled, RecordedRequest, Recording, Refused, Replayed, Stored
-from proxy.call.tree import Draft, Session, SessionCache
+from proxy.call.session import Draft, Session
 from proxy.call.turn import Continuation, continuation, remember
 from proxy.dialects.base import Choice, Delta, HistoryMessage, Reply, Request, read_model
 from proxy.dialects.responses_stored import GIVEN, describes_alike

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from proxy.call.recording import Recalled
-from proxy.call.tree import Chained, Draft, ReplayedHistory, Session
+from proxy.call.session import Chained, Draft, ReplayedHistory, Session
 from proxy.dialects.base import HistoryMessage, Request
 from proxy.dialects.catalogue import dialects
 from proxy.engine.apis.base import EngineKind

@@ -184,7 +184,7 @@ class HistoryMessage:
 
 
 class Past(Protocol):
-    """What a dialect may learn of the session while it reads a request: `proxy.call.tree.Draft`."""
+    """What a dialect may learn of the session while it reads a request: `proxy.call.session.Draft`."""
 
     missed: set[str]
     """Calls that the request names and that were not in memory. Named again after a refresh, they are not in the store either."""

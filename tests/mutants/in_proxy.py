@@ -76,7 +76,7 @@ FAULTS = (
         "A message whose ids name a call is matched with another call that said the same.",
         "    named: Iterable[str] = [call_id for call_id in replayed.minted if call_id in candidates]\n    if not named:\n",
         "    named: Iterable[str] = list(reversed(candidates))\n    if not named:\n",
-        "tests/proxy/call/test_session_tree.py -k 'whose_id_the_reply_carries'",
+        "tests/proxy/call/test_session.py -k 'whose_id_the_reply_carries'",
     ),
     Fault(
         "A call at another effort goes on from one that the template renders otherwise.",
@@ -100,7 +100,7 @@ FAULTS = (
         "A history whose reasoning was edited goes on in the row of the original.",
         "        if tree.projection(old.call_id, history[old.message_count], request.schemas) is None:\n            return None\n",
         "",
-        "tests/proxy/call/test_session_tree.py",
+        "tests/proxy/call/test_session.py",
     ),
     Fault(
         "A prompt that shares only a part of its parent's ids is put behind all of them.",

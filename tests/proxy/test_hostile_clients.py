@@ -19,10 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.call import door as parsing_module
+from proxy.call.cache import SessionCache
 from proxy.call.door import LARGE_BYTES, REST_FACTOR, SMALL_BYTES, Parsing
 from proxy.call.http import BodyRoom, read_body
-from proxy.call.tree import Draft, SessionCache
-from proxy.call.tree import Session as SessionTree
+from proxy.call.session import Draft
+from proxy.call.session import Session as SessionTree
 from proxy.dialects import fields
 from proxy.dialects.base import MAX_SEALED_BYTES, Incoming, ParsedMessage, Past, Request, Seals, seal
 from proxy.dialects.catalogue import dialects
@@ -62,12 +63,12 @@ def post(service: RunningService, session: Session, path: str, body: Any) -> htt
 
 def trees_of(service: RunningService) -> SessionCache:
     app: Any = service._server.config.app
-    trees: SessionCache = app._services.trees
+    trees: SessionCache = app._services.cache
     return trees
 
 
 def tree_of(service: RunningService, session: Session) -> SessionTree:
-    return trees_of(service)._trees[session.session_id]
+    return trees_of(service)._kept[session.session_id]
 
 
 def drafts() -> int:
@@ -118,12 +119,12 @@ def test_a_tree_goes_when_its_session_is_closed(service: RunningService) -> None
     """Those of closed sessions stayed until 4,096 others came."""
     session = service.session()
     session.ask("q")
-    assert session.session_id in trees_of(service)._trees
+    assert session.session_id in trees_of(service)._kept
     session.close()
-    assert session.session_id not in trees_of(service)._trees
+    assert session.session_id not in trees_of(service)._kept
     refused = post(service, session, "/v1/chat/completions", BODIES["/v1/chat/completions"])
     assert refused.status_code == 409, refused.text
-    assert session.session_id not in trees_of(service)._trees
+    assert session.session_id not in trees_of(service)._kept
 
 
 def test_trees_are_kept_by_their_bytes_and_a_session_that_is_not_kept_goes_on(
@@ -135,17 +136,17 @@ def test_trees_are_kept_by_their_bytes_and_a_session_that_is_not_kept_goes_on(
         for session in sessions:
             session.ask("q" * 500)
             assert trees_of(service).memory_bytes <= room
-        kept = set(trees_of(service)._trees)
+        kept = set(trees_of(service)._kept)
         assert 0 < len(kept) < len(sessions)
         assert sessions[-1].session_id in kept
         # One whose tree would fill more than its share drives nobody else out.
-        before = set(trees_of(service)._trees)
+        before = set(trees_of(service)._kept)
         large = service.session()
         history: list[Any] = [{"role": "user", "content": "q" * 4_000}]
         for _ in range(3):
             history += [large.answer(history), {"role": "user", "content": "go on"}]
-        assert large.session_id not in trees_of(service)._trees
-        assert len(before - set(trees_of(service)._trees)) <= 1
+        assert large.session_id not in trees_of(service)._kept
+        assert len(before - set(trees_of(service)._kept)) <= 1
         rows, accounting = large.trajectories()
         assert (len(rows), accounting["quarantined"]) == (1, [])
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.call.http import MethodNotAllowed, UpgradeRefused
-from proxy.call.tree import Draft, Session
+from proxy.call.session import Draft, Session
 from proxy.dialects.base import Choice, Delta, Incoming, Reply, Request, seal
 from proxy.dialects.gemini import GeminiDialect
 from proxy.errors import (

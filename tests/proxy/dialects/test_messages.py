@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from proxy.call.tree import Draft, Session
+from proxy.call.session import Draft, Session
 from proxy.dialects.base import Choice, Delta, Incoming, Reply, Request, seal, tool_call_id
 from proxy.dialects.fields import arguments_object
 from proxy.dialects.messages import MessagesDialect

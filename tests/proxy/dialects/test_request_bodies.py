@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.call.tree import Draft, Session
+from proxy.call.session import Draft, Session
 from proxy.dialects.base import Incoming
 from proxy.dialects.catalogue import dialects
 from proxy.dialects.fields import decode, split_body

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.call.record import place
-from proxy.call.tree import Draft, Session
+from proxy.call.session import Draft, Session
 from proxy.call.turn import Continuation, continuation
 from proxy.dialects.base import HistoryMessage, ParsedMessage, Past, Request, seal
 from proxy.store.states import SessionInfo

@@ -12,11 +12,10 @@ import asyncio
 import contextlib
 import re
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 import msgspec
 import numpy as np
@@ -24,11 +23,9 @@ import numpy as np
 from proxy.call.recording import Recording
 from proxy.call.window import TOKEN_BYTES, check_texts, find_texts
 from proxy.dialects.base import HistoryMessage, ItemReader, ParsedMessage, Seals, read_model
-from proxy.errors import Conflict, NotFound, Unauthorized, UnknownCall
+from proxy.errors import UnknownCall
 from proxy.images import ImageBounds, ImageReader, images_in
-from proxy.store.sessions import Begun, SessionStore, digest, is_reference, refer
-from proxy.store.states import Fork, SessionInfo
-from proxy.timeline import STORE, Waiting
+from proxy.store.states import SessionInfo
 from reconstruct.codec import decode
 from reconstruct.errors import ReconstructError
 from reconstruct.messages import (
@@ -446,158 +443,3 @@ def _keep_recent(kept: OrderedDict[str, Ids], call_id: str, ids: Ids) -> None:
     kept[call_id] = ids
     while len(kept) > _RECENT_PROMPTS:
         kept.popitem(last=False)
-
-
-# SessionCache: the sessions that this process keeps in memory; the store is the only state.
-#
-# Beyond `session_cache` trees or `session_cache_bytes` the least recently used go, and a tree that would fill a quarter of the bytes by
-# itself is never kept. All calls of a session that are in flight share one tree, cached or not.
-
-
-LONG_BYTES = 2**20
-"""Records of more than this take a while to be decoded."""
-
-LARGEST_SHARE = 4
-"""One session's tree is kept while it takes at most one part in so many of the memory for all."""
-
-
-class SessionCache:
-    def __init__(
-        self,
-        sessions: SessionStore,
-        capacity: int,
-        capacity_bytes: int,
-        volatile_lines: Sequence[str] = (),
-        bounds: ImageBounds | None = None,
-    ) -> None:
-        self._bounds = bounds
-        self._volatile = (
-            re.compile("|".join(f"(?:{line})" for line in volatile_lines), re.MULTILINE) if volatile_lines else None
-        )
-        self._sessions = sessions
-        self._capacity = capacity
-        self.capacity_bytes = capacity_bytes
-        self._trees: OrderedDict[str, Session] = OrderedDict()
-        self._used: WeakValueDictionary[str, Session] = WeakValueDictionary()
-        """Kept ones, and those that a call under way still holds."""
-        self._recordings: WeakValueDictionary[Fork, Recording] = WeakValueDictionary()
-        self._weighed: dict[str, int] = {}
-        self.memory_bytes = 0
-        """About how much memory the trees that are kept take."""
-        self.found = self.reloaded = 0
-        """How often a session with calls was in memory when it was opened for another, and how often it was read from the store."""
-
-    def __len__(self) -> int:
-        return len(self._trees)
-
-    async def open(self, session_id: str, admits: Callable[[SessionInfo], None] = lambda _: None) -> Session:
-        """The session's tree, from memory or from the store. Raises NotFound for a session that does not exist, Conflict for one that
-        is known to be closed, and what `admits` raises for a caller who may not have it: before anything but the session's own
-        state is read."""
-        tree = self._trees.get(session_id)
-        if tree is not None and _admitted(admits, tree.info):
-            self._trees.move_to_end(session_id)
-            self.found += tree.known > 0
-            return tree
-        tree = self._used.get(session_id)
-        if tree is not None and _admitted(admits, tree.info):
-            self.found += tree.known > 0
-            return tree
-        # Also when memory admits nobody: meanwhile another session may have been given the same id, and another key.
-        with Waiting(STORE):
-            state = await self._sessions.load(session_id)
-        if state is None:
-            self.forget(session_id)
-            raise NotFound(f"session '{session_id}' does not exist")
-        admits(state.info)
-        state.info.check_understood()
-        if state.status != "open":
-            raise Conflict(f"session '{session_id}' is {state.status}; it takes no more calls")
-        if tree is not None and tree.info.created_at != state.info.created_at:
-            self.forget(session_id)
-        tree = Session(state.info, self._volatile, self._bounds)
-        if state.info.replay is not None:
-            tree.recording = await self.load_recording(state.info.replay)
-        if state.calls:
-            self.reloaded += 1
-            with Waiting(STORE):
-                records = await self._sessions.load_records(session_id)
-            # Of a long session beside everybody else's calls.
-            if sum(map(len, records)) > LONG_BYTES:
-                await asyncio.to_thread(tree.learn, records, 0)
-            else:
-                tree.learn(records, 0)
-        # Another call may have opened it while the store was asked: one tree for all of them.
-        tree = self._used.setdefault(session_id, tree)
-        self.weigh(tree)
-        return tree
-
-    async def load_recording(self, fork: Fork) -> Recording:
-        """What a fork replays; forks of one pivot share it. Raises Conflict when its records are gone."""
-        recording = self._recordings.get(fork)
-        if recording is not None:
-            return recording
-        with Waiting(STORE):
-            state = await self._sessions.load(fork.session_id)
-            if state is not None:
-                state.info.check_understood()
-            entries = await self._sessions.load_entries(fork.session_id, 0, fork.calls - 1) if fork.calls else []
-            records = await self._sessions.resolve(entries)
-            delivered = await self._sessions.load_heard(fork.session_id)
-        gone = state is None or state.info.created_at != fork.created_at or len(records) < fork.calls
-        if gone or any(map(is_reference, records)):
-            raise Conflict(f"the records of session '{fork.session_id}', which are to be replayed, are gone")
-        # A reference is passed on as it is: a fork of a fork refers to where the record stands.
-        named = [entry if is_reference(entry) else refer(fork.session_id, number) for number, entry in enumerate(entries)]
-        stored = [(digest(record), entry) for record, entry in zip(records, named, strict=True)]
-        recording = await asyncio.to_thread(Recording, fork, records, stored, delivered)
-        return self._recordings.setdefault(fork, recording)
-
-    def check_open(self, tree: Session, begun: Begun) -> None:
-        """Raises NotFound when the store has no such session any more, Conflict when it takes no more calls."""
-        session_id = tree.info.session_id
-        if begun.status == "missing":
-            self.forget(session_id)
-            raise NotFound(f"session '{session_id}' does not exist")
-        if begun.status not in ("open", "full"):
-            raise Conflict(f"session '{session_id}' is {begun.status}; it takes no more calls")
-
-    async def refresh(self, tree: Session) -> bool:
-        """Take in what other processes recorded meanwhile; whether that was anything."""
-        known = tree.known
-        with Waiting(STORE):
-            records = await self._sessions.load_records(tree.info.session_id, known)
-        new = tree.learn(records, known)
-        self.weigh(tree)
-        return new
-
-    def weigh(self, tree: Session) -> None:
-        """The tree has grown: keep it where there is room, at the cost of those used longest ago."""
-        session_id, size = tree.info.session_id, tree.memory_bytes
-        if self._used.get(session_id) is not tree:
-            return
-        if size > self.capacity_bytes // LARGEST_SHARE:
-            self._drop(session_id)
-            return
-        self._trees[session_id] = tree
-        self.memory_bytes += size - self._weighed.get(session_id, 0)
-        self._weighed[session_id] = size
-        while len(self._trees) > self._capacity or self.memory_bytes > self.capacity_bytes:
-            self._drop(next(iter(self._trees)))
-
-    def forget(self, session_id: str) -> None:
-        """The session is closed or gone, or another one has its id by now."""
-        self._drop(session_id)
-        self._used.pop(session_id, None)
-
-    def _drop(self, session_id: str) -> None:
-        self._trees.pop(session_id, None)
-        self.memory_bytes -= self._weighed.pop(session_id, 0)
-
-
-def _admitted(admits: Callable[[SessionInfo], None], info: SessionInfo) -> bool:
-    try:
-        admits(info)
-    except Unauthorized:
-        return False
-    return True
