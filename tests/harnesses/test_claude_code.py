@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
-
 from tests.harnesses.agent_run import Cli, Tools, with_tools
 from tests.harnesses.every_harness import *  # noqa: F403
 from tests.harnesses.every_harness import check_done, check_truths
 from tests.harnesses.player import Step
-from tests.harnesses.scratch import TASK
 from tests.harnesses.stage import Stage
 
 TOOLS = Tools(
@@ -29,8 +25,6 @@ CLI = Cli(
     fork_policy="minted",
 )
 
-LONG = ("long-1.txt", "long-2.txt")
-SUMMARY = f"<summary>I was asked: {TASK} So far I have read a lot.</summary>"
 ERRAND = "Read the file with the notes and report the number that it asks for."
 
 
@@ -51,29 +45,3 @@ def test_a_sub_agent_is_a_row_of_its_own(stage: Stage) -> None:
     assert len({row["agent"] for row in played.rows}) == 2
     assert played.branches == {}
     assert played.accounting["quarantined"] == []
-
-
-def write_long_files(workdir: Path) -> None:
-    for name in LONG:
-        (workdir / name).write_text("the weather in Paris is sunny today\n" * 1500, encoding="utf-8")
-
-
-def test_a_compaction_is_a_call_of_its_own_kind_and_what_follows_a_new_row(stage: Stage) -> None:
-    """The window is declared small and a file is large: the agent has its history summed up, and goes on from the summary."""
-    steps = CLI.steps(stage.workdir(CLI, "compaction"))
-    long = [Step("", "", [TOOLS.read(stage.workdir(CLI, "compaction") / name)]) for name in LONG]
-    cli = replace(
-        CLI,
-        side={"Your task is to create a detailed summary of the conversation": SUMMARY},
-        variables={"CLAUDE_CODE_AUTO_COMPACT_WINDOW": "100000"},
-    )
-    played = stage.play(cli, [*long, *steps], "compaction", prepare=write_long_files)
-    check_done(played)
-    check_truths(played)
-    assert [call["role"] for call in played.calls] == ["main", "main", "compaction", *["main"] * 5]
-    # It has everything but its last turn summed up, beside that turn, and the next one begins anew.
-    assert played.branches == {2: "new_root"}
-    assert [(row["role"], len(row["call_ids"])) for row in played.rows] == [("main", 2), ("compaction", 2), ("main", 5)]
-    # Its definition says how it is known.
-    assert played.calls[2]["role_source"] == "declared"
-    assert [item["reason"] for item in played.accounting["quarantined"]] == ["role_compaction"]

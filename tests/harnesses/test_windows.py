@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harnesses import test_codex, test_opencode, test_pi
+from tests.harnesses import test_claude_code, test_codex, test_opencode, test_pi, test_qwen_code
 from tests.harnesses.agent_run import Cli
 from tests.harnesses.every_harness import KEEPALIVE_SECONDS, check_done, check_truths
 from tests.harnesses.player import Step
@@ -23,14 +23,14 @@ from tests.support.engine.template_families import Family
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
 
-SUMMARY = f"I was asked: {TASK} So far I have read a lot."
+SUMMARY = f"<summary>I was asked: {TASK} So far I have read a lot.</summary>"
 WITHOUT_TOOLS = r"\A(?!.*<tools>)"
 """The prompt of a call that offers none."""
 LINES = 1200
 WORDS = ("sunny", "world", "value", "number", "says", "weather", "today", "user", "call", "tool", "read")
 """A token each. The lines of a file have one of them."""
 SMALL = 52_000
-"""The first prompts have 3,000 to 25,000 tokens."""
+"""The first prompts of most have 3,000 to 25,000 tokens."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,13 @@ OUTGROWN = [
     Outgrown(MORE["droid"], SMALL, 4),
     # Once it has summed up, it takes the end of the work for a pause.
     Outgrown(MORE["continue"], SMALL, 4, "Please provide a concise summary of our conversation so far", [Step("It is done.")]),
+    # It shows its model 3,000 tokens of a file.
+    Outgrown(MORE["cline"], 24_000, 7),
+    Outgrown(MORE["gptme"], SMALL, 3, "Context budget has been reached"),
+    # In a smaller window it sums up between reading a file and editing it, and then refuses the edit.
+    Outgrown(test_qwen_code.CLI, 84_000, 6, "<state_snapshot>"),
+    # With more reads it would sum up once too often in so few turns, and end.
+    Outgrown(test_claude_code.CLI, 90_000, 5, "Your task is to create a detailed summary of the conversation"),
 ]
 
 
@@ -91,9 +98,10 @@ def test_a_conversation_that_outgrows_the_window_is_summed_up_and_completed(smal
     summaries = [call for call in played.calls if call["role"] == "compaction"]
     assert summaries and {call["role_source"] for call in summaries} == {"declared"}
     assert {item["reason"] for item in played.accounting["quarantined"]} == {"role_compaction"}
-    # What follows a summary is a new row, and every call of the work is trained.
+    # What follows a summary is a new row, and everything that was sampled for the work is trained.
     assert len(played.main_rows) == 1 + len(played.branches) >= 1 + len(summaries)
-    assert sum(len(row["call_ids"]) for row in played.main_rows) == len(played.main_calls)
+    sampled = sum(len(call["completion_ids"]) for call in played.main_calls)
+    assert sum(sum(row["loss_mask"]) for row in played.main_rows) == sampled
 
 
 def line(word: str) -> str:
