@@ -22,7 +22,7 @@ from benchmarks.replies import LARGE, SMALL, Size
 from benchmarks.results import Grid, main, number, progress, rounded, spread
 from benchmarks.trials import open_all
 from trainer_client import TrainerClient
-from trainer_client.wire import ACCEPT, decode_groups
+from trainer_client.wire import ACCEPT, decode_group
 
 TRAINER = ADMIN + "-trainer"
 GROUP_SIZE = 8
@@ -72,7 +72,7 @@ def _batch(size: Size, groups: int, track: Callable[..., Any]) -> dict[str, Any]
             content = _leased(proxy.url, groups)
             arrived = time.perf_counter()
             body = msgpack.unpackb(content, strict_map_key=False)
-            rows = [row for group in decode_groups(body) for row in group.trajectories]
+            rows = [row for group in body["groups"] for row in decode_group(group).trajectories]
             decoded.append(time.perf_counter() - arrived)
             waited.append(arrived - began)
             cpu.append(family_cpu_seconds(proxy.tested.pid) - before)

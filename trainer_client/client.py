@@ -20,8 +20,6 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypedDict, Unpack
 from urllib.parse import quote
 
-import httpx
-
 from trainer_client.batch import Batch
 from trainer_client.errors import (
     ConnectionFailed,
@@ -45,7 +43,7 @@ from trainer_client.publish import (
 )
 from trainer_client.publish_nccl import NcclPublisher
 from trainer_client.transport import Transport, is_never_started
-from trainer_client.wire import ACCEPT, decode_body, decode_groups, decode_versions
+from trainer_client.wire import ACCEPT, LeaseReader, decode_body, decode_versions
 
 Kind = Literal["full", "lora"]
 Mode = Literal["keep", "wait", "abort"]
@@ -227,31 +225,35 @@ class TrainerClient:
         return {name: value for name, value in body.items() if value is not None}
 
     def _lease(self, body: Mapping[str, Any], keep: bool, *, until: Callable[[], bool]) -> Batch | None:
-        response = self._transport.request(
-            "POST", "/batches/lease", body=body, accept=ACCEPT, answer_seconds=body["wait_seconds"], until=until
-        )
-        return None if response.status_code == 204 else self._receive(response, body["lease_seconds"], keep)
+        arriving = LeaseReader()
+        try:
+            response = self._transport.request(
+                "POST",
+                "/batches/lease",
+                body=body,
+                accept=ACCEPT,
+                answer_seconds=body["wait_seconds"],
+                until=until,
+                consume=arriving.read,
+            )
+            return None if response.status_code == 204 else self._make_batch(arriving, body["lease_seconds"], keep)
+        except InvalidAnswer as error:
+            if "lease_id" in arriving.head:
+                self.attach(str(arriving.head["lease_id"])).give_back_after(error)
+            raise
 
-    def _receive(self, response: httpx.Response, lease_seconds: float, keep: bool) -> Batch:
-        body = decode_body(response)
+    def _make_batch(self, arrived: LeaseReader, lease_seconds: float, keep: bool) -> Batch:
+        head = arrived.head
         try:
             lease = Lease(
-                self._transport, str(body["lease_id"]), float(body["expires_at"]), lease_seconds=lease_seconds, keep=keep
+                self._transport, str(head["lease_id"]), float(head["expires_at"]), lease_seconds=lease_seconds, keep=keep
             )
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidAnswer(f"the answer to a lease is incomplete: {error!r}") from error
+        media = MediaFiles.of((row for group in arrived.groups for row in group.trajectories), self._fetch_image)
         try:
-            return self._decode_batch(body, lease)
-        except InvalidAnswer as error:
-            lease.give_back_after(error)
-            raise
-
-    def _decode_batch(self, body: Mapping[str, Any], lease: Lease) -> Batch:
-        groups = decode_groups(body)
-        media = MediaFiles.of((row for group in groups for row in group.trajectories), self._fetch_image)
-        try:
-            versions = decode_versions(body)
-            return Batch(groups, versions[""], lease, weight_versions=versions, media=media)
+            versions = decode_versions(head)
+            return Batch(arrived.groups, versions[""], lease, weight_versions=versions, media=media)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InvalidAnswer(f"the answer to a lease does not say how old its rows are: {error!r}") from error
 

@@ -78,9 +78,11 @@ class Transport:
         answer_seconds: float = 0.0,
         retry: ErrorFilter | None = is_transient,
         until: Callable[[], bool] | None = None,
+        consume: Callable[[httpx.Response], object] = httpx.Response.read,
     ) -> httpx.Response:
         """The answer, with a status below 300. `body` is sent as JSON, `content` as it is.
 
+        `consume` reads the body of such an answer as it arrives, and again when the answer breaks off and the request is repeated.
         `answer_seconds` is added to the read timeout. `retry` selects the errors to retry after (None: one attempt); nothing is
         retried once `until()` is true.
 
@@ -95,10 +97,10 @@ class Transport:
         }
         with self.keep_open():
             if retry is None:
-                return self._send(method, path, request)
+                return self._send(method, path, request, consume)
             retrying = self._retrying(retry, until)
             try:
-                return retrying(self._send, method, path, request)
+                return retrying(self._send, method, path, request, consume)
             except ServiceError as error:
                 error.attempts = retrying.statistics["attempt_number"]
                 raise
@@ -145,14 +147,18 @@ class Transport:
         if idle:
             self._http.close()
 
-    def _send(self, method: str, path: str, request: dict[str, Any]) -> httpx.Response:
+    def _send(
+        self, method: str, path: str, request: dict[str, Any], consume: Callable[[httpx.Response], object]
+    ) -> httpx.Response:
         try:
-            response = self._http.request(method, path, **request)
+            with self._http.stream(method, path, **request) as response:
+                if response.status_code < 300:
+                    consume(response)
+                    return response
+                response.read()
         except httpx.RequestError as error:
             raise _connection_failed(method, path, error) from error
-        if response.status_code >= 300:
-            raise service_error(method, path, response)
-        return response
+        raise service_error(method, path, response)
 
     def _retrying(self, retry: ErrorFilter, until: Callable[[], bool] | None) -> Retrying:
         failed_at: list[float] = []

@@ -24,7 +24,9 @@ from reconstruct.records import INFERRED, LOGPROB_MODES, ModeSpan, Span, pack_id
 from reconstruct.trajectory import NAMES, Quarantined, RowDetails, Trajectory
 from trainer_client.errors import InvalidAnswer
 
-ACCEPT = "application/msgpack;arrays=packed"
+MSGPACK = "application/msgpack"
+ACCEPT = f"{MSGPACK};arrays=packed"
+_READ_BYTES = 2**18
 _PACKED = {"token_ids": "<i4", "loss_mask": "i1", "logprobs": "<f4"}
 _DETAILS = {
     "top_token_ids": ("<i4", 2),
@@ -63,9 +65,9 @@ class Group:
 
 def decode_body(response: httpx.Response) -> Any:
     """The decoded body, by content type. Raises InvalidAnswer if the type is unknown or the body is malformed."""
-    kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    kind = _kind_of(response)
     try:
-        if kind == "application/msgpack":
+        if kind == MSGPACK:
             return msgpack.unpackb(response.content, strict_map_key=False)
         if kind == "application/json":
             return json.loads(response.content)
@@ -74,25 +76,95 @@ def decode_body(response: httpx.Response) -> Any:
     raise InvalidAnswer(f"the answer is {kind or 'without a content type'}, not msgpack or JSON")
 
 
-def decode_groups(body: Mapping[str, Any]) -> tuple[Group, ...]:
-    """The groups of a lease, every row checked and no row twice. Raises InvalidAnswer."""
+def _kind_of(response: httpx.Response) -> str:
+    kind: str = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    return kind
+
+
+def decode_group(sent: Mapping[str, Any]) -> Group:
+    """The group, every row checked. Raises InvalidAnswer."""
     try:
-        rows = Counter(_session(row) for group in body["groups"] for row in group["trajectories"])
-        groups = tuple(
-            Group(
-                group["group_id"],
-                tuple(decode_trajectory(row, 1 / rows[_session(row)]) for row in group["trajectories"]),
-                stale=group.get("stale") is True,
-                sessions=tuple(_decode_session(sent) for sent in group.get("sessions", ())),
-            )
-            for group in body["groups"]
+        rows = Counter(_session(row) for row in sent["trajectories"])
+        return Group(
+            sent["group_id"],
+            tuple(decode_trajectory(row, 1 / rows[_session(row)]) for row in sent["trajectories"]),
+            stale=sent.get("stale") is True,
+            sessions=tuple(_decode_session(each) for each in sent.get("sessions", ())),
         )
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise InvalidAnswer(f"the lease has no readable groups: {error!r}") from error
-    for name, times in Counter(row.trajectory_id for group in groups for row in group.trajectories).items():
-        if times > 1:
-            raise InvalidAnswer(f"trajectory {name!r} is in one batch {times} times")
-    return groups
+
+
+class LeaseReader:
+    """Reads the answer to a lease. In msgpack each group is decoded as soon as it has arrived: besides the rows hardly more than one group
+    is in memory. JSON is read whole."""
+
+    def __init__(self) -> None:
+        self.head: dict[str, Any] = {}
+        """The fields that have arrived, without the groups."""
+        self.groups: list[Group] = []
+        self._names: set[str] = set()
+
+    def read(self, response: httpx.Response) -> None:
+        """Raises InvalidAnswer for an answer that breaks the contract, has a row twice, or ends too early; and httpx's errors for one that
+        breaks off. May be called again for another answer."""
+        self.head, self.groups, self._names = {}, [], set()
+        if response.status_code != 204 and _kind_of(response) == MSGPACK:
+            self._unpack(response)
+            return
+        response.read()
+        if response.status_code != 204:
+            self._take(decode_body(response))
+
+    def _unpack(self, response: httpx.Response) -> None:
+        unpacker = msgpack.Unpacker(_Arriving(response), read_size=_READ_BYTES, max_buffer_size=0, strict_map_key=False)
+        try:
+            names = {self._unpack_field(unpacker) for _ in range(unpacker.read_map_header())}
+            # Read to the end: only then it is known that nothing broke off.
+            if unpacker.read_bytes(1):
+                raise InvalidAnswer("the answer goes on behind its end")
+        except msgpack.OutOfData as error:
+            raise InvalidAnswer("the answer ends before it is whole") from error
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise InvalidAnswer(f"the answer is not valid {MSGPACK}: {error}") from error
+        if "groups" not in names:
+            raise InvalidAnswer("the lease has no groups")
+
+    def _unpack_field(self, unpacker: msgpack.Unpacker) -> str:
+        name: str = unpacker.unpack()
+        if name != "groups":
+            self.head[name] = unpacker.unpack()
+            return name
+        for _ in range(unpacker.read_array_header()):
+            self._add(unpacker.unpack())
+        return name
+
+    def _take(self, body: Any) -> None:
+        try:
+            self.head = {name: value for name, value in body.items() if name != "groups"}
+            sent = body["groups"]
+        except (AttributeError, KeyError) as error:
+            raise InvalidAnswer(f"the lease has no readable groups: {error!r}") from error
+        for group in sent:
+            self._add(group)
+
+    def _add(self, sent: Any) -> None:
+        group = decode_group(sent)
+        for row in group.trajectories:
+            if row.trajectory_id in self._names:
+                raise InvalidAnswer(f"trajectory {row.trajectory_id!r} is in one batch 2 times")
+            self._names.add(row.trajectory_id)
+        self.groups.append(group)
+
+
+class _Arriving:
+    """The body of a response as the file that msgpack reads."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self._pieces = response.iter_bytes()
+
+    def read(self, _: int) -> bytes:
+        return next(self._pieces, b"")
 
 
 def _decode_session(sent: Mapping[str, Any]) -> LeasedSession:

@@ -14,8 +14,18 @@ from proxy.api.admission import DEFAULT_POLICY, load_current_versions
 from proxy.api.calls import ACCOUNTING, ROW, AccountingView, TrajectoryView
 from proxy.api.closing import group_name
 from proxy.api.dead_letters import DeadLetterShape, letter_as_wire
-from proxy.api.leased_rows import EncodedBatch, RowTerms, encode_groups
-from proxy.api.requests import ENCODINGS, Body, Encoding, JsonBody, Served, choose_form, json_response, require_trainer
+from proxy.api.leased_rows import BatchResponse, EncodedBatch, RowTerms, encode_groups, give_back
+from proxy.api.requests import (
+    ENCODINGS,
+    Body,
+    Encoding,
+    JsonBody,
+    Served,
+    choose_form,
+    json_response,
+    require_trainer,
+    watch_disconnect,
+)
 from proxy.errors import NotFound, VerbatimError
 from proxy.rows import find_builder
 from proxy.services import Services
@@ -133,13 +143,13 @@ async def lease_batch(
     request: Request, services: Served, body: Annotated[LeaseRequest, Depends(JsonBody(LeaseRequest).read)]
 ) -> Response:
     form = choose_form(request)
-    async with _watch_disconnect(request) as gone:
+    async with watch_disconnect(request.receive) as gone:
         batch = await _lease(services, body, form, waits=body.wait_seconds > 0)
         if isinstance(batch, Nothing) and body.wait_seconds > 0:
             batch = await _wait_for_batch(services, body, form, gone)
         if isinstance(batch, EncodedBatch) and gone.done():
-            await _give_back(services, batch.lease_id)
-    return batch.response(form) if isinstance(batch, EncodedBatch) else Response(status_code=204)
+            await give_back(services, batch.lease.lease_id)
+    return BatchResponse(services, batch) if isinstance(batch, EncodedBatch) else Response(status_code=204)
 
 
 @router.post("/{lease_id}/ack", responses={200: {"model": SettledLease, "description": "done"}, **EXPIRED})
@@ -225,18 +235,14 @@ async def _lease(services: Services, body: LeaseRequest, form: Encoding, *, wait
             return lease
         try:
             rows = RowTerms(form, body.roles, body.builder, body.complete_only, body.logprob_modes)
-            groups = await encode_groups(services, lease, rows)
+            groups, left = await encode_groups(services, lease, rows)
         except BaseException:
             # These groups do not reach the caller: it hung up, which cancels this task, or the store failed.
             with contextlib.suppress(VerbatimError):
-                await asyncio.shield(_give_back(services, lease.lease_id))
+                await asyncio.shield(give_back(services, lease.lease_id))
             raise
         if groups:
-            return EncodedBatch(lease.lease_id, lease.expires_at, line.version, versions, groups)
-
-
-async def _give_back(services: Services, lease_id: str) -> None:
-    await services.delivery.give_back(lease_id, await services.clock.now())
+            return EncodedBatch(lease, line.version, versions, rows, groups, left)
 
 
 async def _seconds_until(services: Services, due_at: float | None) -> float:
@@ -265,18 +271,3 @@ async def _release_claim(services: Services, consumer: str, gone: asyncio.Task[N
         if not ended:
             with contextlib.suppress(VerbatimError):
                 await asyncio.shield(services.delivery.leave(consumer))
-
-
-@contextlib.asynccontextmanager
-async def _watch_disconnect(request: Request) -> AsyncIterator[asyncio.Task[None]]:
-    """A task that is done once the caller has hung up. The request's body must have been read."""
-
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task = asyncio.create_task(watch())
-    try:
-        yield task
-    finally:
-        task.cancel()

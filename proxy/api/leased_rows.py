@@ -1,12 +1,13 @@
 """Leased groups as they are sent: rows encoded one by one in threads, then streamed in chunks.
 
-A batch can be many megabytes. Encoding or writing it in one go would block the event loop, and with it every reply being streamed to a
-harness.
+A batch can be gigabytes. A small one is built whole before its answer begins, so that whatever is wrong with it gets a status of its own. A
+larger one never stands in memory whole: each further group is built when those before it have been sent.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,12 @@ from typing import Any
 
 import msgspec
 from fastapi import Response
-from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from proxy import rows
 from proxy.api.closing import group_name
-from proxy.api.requests import Encoding
-from proxy.errors import NotFound, RequestError
+from proxy.api.requests import Encoding, watch_disconnect
+from proxy.errors import NotFound, RequestError, VerbatimError
 from proxy.services import Services
 from proxy.store.groups import LeasedGroup, LeaseRecord
 from proxy.store.keys import StoredValueError
@@ -30,6 +31,8 @@ from reconstruct.trajectory import Trajectory, encode_accounting, encode_row, we
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 256 * 1024
+WHOLE_BYTES = 16 * 2**20
+"""Encoded rows that are built before an answer begins; a batch with more of them is streamed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,63 +55,144 @@ class EncodedGroup:
     sessions: Sequence[Mapping[str, Any]]
     rows: Sequence[bytes]
 
-    def head(self) -> dict[str, Any]:
-        """All fields but the trajectories. `stale` is present only if true."""
-        stale = {"stale": True} if self.stale else {}
-        return {"group_id": self.group_id, **stale, "sessions": self.sessions}
+    def pieces(self, form: Encoding) -> Iterator[bytes]:
+        # `stale` is present only if true.
+        head = {"group_id": self.group_id, **({"stale": True} if self.stale else {}), "sessions": self.sessions}
+        if form is Encoding.JSON:
+            yield msgspec.json.encode(head)[:-1] + b',"trajectories":['
+            for place, row in enumerate(self.rows):
+                if place:
+                    yield b","
+                yield row
+            yield b"]}"
+        else:
+            yield _open_map(head, "trajectories", len(self.rows))
+            yield from self.rows
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedBatch:
-    """`weight_version` is the default policy's; `weight_versions` has those of all policies."""
+    """`groups` are built, at least one; those `left` are built while the answer is sent. `weight_version` is the default policy's;
+    `weight_versions` has those of all policies."""
 
-    lease_id: str
-    expires_at: float
+    lease: LeaseRecord
     weight_version: int
     weight_versions: Mapping[str, int]
+    terms: RowTerms
     groups: Sequence[EncodedGroup]
+    left: Sequence[LeasedGroup]
 
-    def response(self, form: Encoding) -> Response:
-        pieces = list(self._json() if form is Encoding.JSON else self._msgpack())
-        length = {"content-length": str(sum(map(len, pieces)))}
-        return StreamingResponse(_rechunk(pieces), headers=length, media_type=form.value)
-
-    def _head(self) -> dict[str, Any]:
-        versions = {"weight_version": self.weight_version, "weight_versions": self.weight_versions}
-        return {"lease_id": self.lease_id, "expires_at": self.expires_at, **versions}
-
-    def _json(self) -> Iterator[bytes]:
-        yield msgspec.json.encode(self._head())[:-1] + b',"groups":['
-        for number, group in enumerate(self.groups):
-            yield (b"," if number else b"") + msgspec.json.encode(group.head())[:-1] + b',"trajectories":['
-            for place, row in enumerate(group.rows):
-                yield b"," + row if place else row
+    async def pieces(self, services: Services) -> AsyncIterator[bytes]:
+        """The whole answer. Raises `NotFound` when a group that is left cannot be delivered: its place cannot be left out any more."""
+        is_json = self.terms.form is Encoding.JSON
+        for piece in self._built():
+            yield piece
+        for group in self.left:
+            encoded = await _encode_or_bury(services, self.lease, group, self.terms)
+            if encoded is None:
+                raise NotFound(f"group {group_name(group.group_id)} is no longer there")
+            if is_json:
+                yield b","
+            for piece in encoded.pieces(self.terms.form):
+                yield piece
+        if is_json:
             yield b"]}"
-        yield b"]}"
 
-    def _msgpack(self) -> Iterator[bytes]:
-        yield _open_map(self._head(), "groups", len(self.groups))
-        for group in self.groups:
-            yield _open_map(group.head(), "trajectories", len(group.rows))
-            yield from group.rows
+    def count_bytes(self) -> int | None:
+        """Of the answer; None if that is not known before the rest is built."""
+        return None if self.left else sum(map(len, self._built())) + (2 if self.terms.form is Encoding.JSON else 0)
+
+    def _built(self) -> Iterator[bytes]:
+        versions = {"weight_version": self.weight_version, "weight_versions": self.weight_versions}
+        head = {"lease_id": self.lease.lease_id, "expires_at": self.lease.expires_at, **versions}
+        is_json = self.terms.form is Encoding.JSON
+        if is_json:
+            yield msgspec.json.encode(head)[:-1] + b',"groups":['
+        else:
+            yield _open_map(head, "groups", len(self.groups) + len(self.left))
+        for number, group in enumerate(self.groups):
+            if is_json and number:
+                yield b","
+            yield from group.pieces(self.terms.form)
 
 
-async def encode_groups(services: Services, lease: LeaseRecord, terms: RowTerms) -> list[EncodedGroup]:
-    """The leased groups with their rows. A group that this build cannot read is buried among the dead letters; otherwise it would be
-    leased over and over. Raises `RequestError` if the requested builder cannot build a group's rows, since another builder might."""
-    groups = []
-    for group in lease.groups:
+class BatchResponse(Response):
+    """Sends a batch. If the caller hangs up, or a group cannot be built, the answer breaks off before its end and the lease is given back:
+    nobody can take what was sent for the whole batch."""
+
+    def __init__(self, services: Services, batch: EncodedBatch) -> None:
+        super().__init__(media_type=batch.terms.form.value)
+        del self.headers["content-length"]
+        if (size := batch.count_bytes()) is not None:
+            self.headers["content-length"] = str(size)
+        self._services = services
+        self._batch = batch
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        lease_id, whole = self._batch.lease.lease_id, False
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            groups.append(await _encode_group(services, group, terms))
-        except (NotFound, ReconstructError, StoredValueError) as error:
-            name = group_name(group.group_id)
-            if terms.builder is not None and isinstance(error, ReconstructError):
-                raise RequestError(
-                    f"the builder {terms.builder!r} makes no rows of group {name}: {error}", param="builder"
-                ) from error
-            log.error("group %s cannot be delivered: %s", name, error)
-            await services.delivery.bury(lease.lease_id, group.reference, str(error), await services.clock.now())
-    return groups
+            async with watch_disconnect(receive) as gone:
+                async for chunk in _rechunk(self._batch.pieces(self._services)):
+                    if gone.done():
+                        return
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    # `send` waits only for a client that reads slowly.
+                    await asyncio.sleep(0)
+            whole = True
+        except VerbatimError as error:
+            log.error("the answer to lease %s is broken off: %s", lease_id, error.message)
+            return
+        finally:
+            if not whole:
+                with contextlib.suppress(VerbatimError):
+                    await asyncio.shield(give_back(self._services, lease_id))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def give_back(services: Services, lease_id: str) -> None:
+    """End a lease that nobody received."""
+    await services.delivery.give_back(lease_id, await services.clock.now())
+
+
+async def encode_groups(
+    services: Services, lease: LeaseRecord, terms: RowTerms
+) -> tuple[Sequence[EncodedGroup], Sequence[LeasedGroup]]:
+    """The first of the leased groups with their rows, of WHOLE_BYTES or a little more, and those that are left. A group that this build
+    cannot read is buried among the dead letters; otherwise it would be leased over and over. Raises `RequestError` if the requested builder
+    cannot build a group's rows, since another builder might."""
+    encoded: list[EncodedGroup] = []
+    size = 0
+    for place, group in enumerate(lease.groups):
+        if size >= WHOLE_BYTES:
+            left = lease.groups[place:]
+            # Its refusal could not be told later.
+            return encoded, left if terms.builder is None else await _check(services, lease, left, terms)
+        if (one := await _encode_or_bury(services, lease, group, terms)) is not None:
+            encoded.append(one)
+            size += sum(map(len, one.rows))
+    return encoded, ()
+
+
+async def _check(
+    services: Services, lease: LeaseRecord, groups: Sequence[LeasedGroup], terms: RowTerms
+) -> Sequence[LeasedGroup]:
+    """Those that can be delivered. Raises as `encode_groups` does."""
+    return [group for group in groups if await _encode_or_bury(services, lease, group, terms) is not None]
+
+
+async def _encode_or_bury(services: Services, lease: LeaseRecord, group: LeasedGroup, terms: RowTerms) -> EncodedGroup | None:
+    try:
+        return await _encode_group(services, group, terms)
+    except (NotFound, ReconstructError, StoredValueError) as error:
+        name = group_name(group.group_id)
+        if terms.builder is not None and isinstance(error, ReconstructError):
+            raise RequestError(
+                f"the builder {terms.builder!r} makes no rows of group {name}: {error}", param="builder"
+            ) from error
+        log.error("group %s cannot be delivered: %s", name, error)
+        await services.delivery.bury(lease.lease_id, group.reference, str(error), await services.clock.now())
+        return None
 
 
 async def _encode_group(services: Services, group: LeasedGroup, terms: RowTerms) -> EncodedGroup:
@@ -153,10 +237,10 @@ def _open_map(head: dict[str, Any], key: str, items: int) -> bytes:
     return bytes([0x80 | (len(head) + 1)]) + fields + encode(key) + array
 
 
-async def _rechunk(pieces: Sequence[bytes]) -> AsyncIterator[bytes]:
+async def _rechunk(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """The same bytes in chunks of about `CHUNK_BYTES`."""
     buffer = bytearray()
-    for piece in pieces:
+    async for piece in pieces:
         for start in range(0, len(piece), CHUNK_BYTES):
             buffer += piece[start : start + CHUNK_BYTES]
             if len(buffer) >= CHUNK_BYTES:

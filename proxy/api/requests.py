@@ -6,8 +6,10 @@ Handlers read `request.app.state.services`, which `create_app` sets, and return 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, Generic, TypeVar
@@ -17,6 +19,7 @@ from fastapi import Depends, FastAPI, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import Receive
 
 from proxy.auth import Role, check_local, check_once, credential
 from proxy.call import http
@@ -116,6 +119,21 @@ def _check_storable(metadata: dict[str, Any]) -> dict[str, Any]:
 
 Metadata = Annotated[dict[str, Any], AfterValidator(_check_storable)]
 """Any JSON object whose integers fit into 64 bits."""
+
+
+@contextlib.asynccontextmanager
+async def watch_disconnect(receive: Receive) -> AsyncIterator[asyncio.Task[None]]:
+    """A task that is done once the caller has hung up. The request's body must have been read."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task = asyncio.create_task(watch())
+    try:
+        yield task
+    finally:
+        task.cancel()
 
 
 # Response encodings: JSON unless the caller accepts msgpack.

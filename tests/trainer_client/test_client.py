@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 
+import httpx
 import msgpack
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from trainer_client.errors import (
     Unavailable,
 )
 from trainer_client.transport import Transport
-from trainer_client.wire import ACCEPT
+from trainer_client.wire import ACCEPT, LeaseReader
 
 LEASE = "POST /batches/lease"
 ACK, NACK, EXTEND = (f"POST /batches/lease-1/{action}" for action in ("ack", "nack", "extend"))
@@ -229,6 +230,60 @@ def test_lost_connections_and_502_are_retried(service: ScriptedService, client: 
     service.script(LEASE, Answer(drop=True), error_answer(502, "engine_failed", "x"), leased([trajectory()]))
     assert client.lease() is not None
     assert actions(service) == ["lease"] * 3
+
+
+@pytest.mark.parametrize("encoding", ["json", "msgpack", "packed"])
+@pytest.mark.parametrize("share", [0.1, 0.9])
+def test_an_answer_that_breaks_off_is_asked_for_again_and_nothing_of_it_is_kept(
+    service: ScriptedService, client: TrainerClient, encoding: str, share: float
+) -> None:
+    lost = leased([trajectory("t1")], [trajectory("t2")], encoding=encoding)
+    begun = replace(lost, content=lost.content[: int(share * len(lost.content))], cut=True)
+    service.script(LEASE, begun, leased([trajectory("t1")], [trajectory("t3")], encoding=encoding))
+    batch = client.lease()
+    assert batch is not None
+    assert [row.trajectory_id for row in batch.rows] == ["t1", "t3"]
+    assert actions(service) == ["lease"] * 2
+
+
+@pytest.mark.parametrize("encoding", ["json", "msgpack", "packed"])
+def test_an_answer_that_ends_before_it_is_whole_is_refused(
+    service: ScriptedService, client: TrainerClient, encoding: str
+) -> None:
+    """A gateway may end an answer properly that was broken off before it."""
+    whole = leased([trajectory("t1")], [trajectory("t2")], encoding=encoding)
+    for size in (len(whole.content) - 1, len(whole.content) // 2, 1):
+        service.script(LEASE, replace(whole, content=whole.content[:size]))
+        with pytest.raises(InvalidAnswer):
+            client.lease()
+    # Of JSON nothing can be read, not even whose lease it is.
+    assert actions(service) == ["lease"] * 3 if encoding == "json" else ["lease", "nack"] * 2 + ["lease"]
+
+
+def test_bytes_behind_the_end_of_an_answer_are_refused(service: ScriptedService, client: TrainerClient) -> None:
+    whole = leased([trajectory()])
+    service.script(LEASE, replace(whole, content=whole.content + b"\x00"))
+    with pytest.raises(InvalidAnswer, match="behind its end"):
+        client.lease()
+
+
+def test_a_group_is_decoded_before_the_next_one_arrives() -> None:
+    """The old bug: the client held the answer, its decoded copy and the rows: three times the batch."""
+    reader, seen = LeaseReader(), list[int]()
+
+    def arriving() -> Iterator[bytes]:
+        encode = msgpack.packb
+        body = lease_body(*([trajectory(name)] for name in "abc"), arrays="bytes")
+        groups = body.pop("groups")
+        yield encode({**body, "groups": []})[:-1] + b"\x93"
+        for group in groups:
+            yield encode(group)
+            # It is asked for more bytes.
+            seen.append(len(reader.groups))
+
+    reader.read(httpx.Response(200, headers={"content-type": ACCEPT}, content=arriving()))
+    assert seen == [1, 2, 3]
+    assert [row.trajectory_id for group in reader.groups for row in group.trajectories] == ["a", "b", "c"]
 
 
 def test_retries_end_before_a_wait_that_would_outlast_retry_seconds(service: ScriptedService) -> None:

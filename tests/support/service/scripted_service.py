@@ -32,13 +32,14 @@ class Received:
 
 @dataclass(frozen=True)
 class Answer:
-    """`drop`: close the connection without a word. `delay_seconds` comes first."""
+    """`drop`: close the connection without a word; `cut`: behind the content, before the answer has ended. `delay_seconds` comes first."""
 
     status: int = 200
     content: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
     delay_seconds: float = 0.0
     drop: bool = False
+    cut: bool = False
 
 
 def json_answer(body: Any, status: int = 200, **headers: str) -> Answer:
@@ -98,7 +99,7 @@ class ScriptedService:
             return
         raw = [(name.encode(), value.encode()) for name, value in answer.headers.items()]
         await send({"type": "http.response.start", "status": answer.status, "headers": raw})
-        await send({"type": "http.response.body", "body": answer.content})
+        await send({"type": "http.response.body", "body": answer.content, "more_body": answer.cut})
 
     async def _delay(self, seconds: float) -> None:
         until = time.monotonic() + seconds
