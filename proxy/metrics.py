@@ -153,6 +153,7 @@ class SessionMemory(Protocol):
     """What a process keeps of open sessions; see proxy/call/cache.py."""
 
     found: int
+    restored: int
     reloaded: int
     memory_bytes: int
     capacity_bytes: int
@@ -166,6 +167,7 @@ class SessionNumbers(Collector):
         text = "Sessions with calls that were opened for another call, by where they were."
         opened = CounterMetricFamily("verbatim_session_opens", text, labels=["found"])
         opened.add_metric(["memory"], self._sessions.found)
+        opened.add_metric(["stripped"], self._sessions.restored)
         opened.add_metric(["store"], self._sessions.reloaded)
         yield opened
         text = "Estimated memory of the sessions that this process keeps."

@@ -241,8 +241,8 @@ class Settings(BaseSettings):
     session_cache: int = Field(4096, ge=0)
     """Session trees kept in memory per process; others are read from the store when needed."""
     session_cache_bytes: int | None = Field(None, ge=0)
-    """Estimated memory for these trees in one process; the least recently used go first. Default: a quarter of the memory of the machine,
-    or of its container, divided among the processes."""
+    """Estimated memory for these trees in one process; the least recently used go first, their texts before the rest. Default: a quarter of
+    the memory of the machine, or of its container, divided among the processes."""
 
     builder: str = Field("merged", validate_default=True)
     """How sessions become training rows: merged (one row per branch), per_call (one per call), or the name of your own in the entry-point

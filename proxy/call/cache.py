@@ -1,7 +1,9 @@
 """SessionCache: the sessions that this process keeps in memory; the store is the only state.
 
-Beyond `session_cache` sessions or `session_cache_bytes` the least recently used go, and a session that would fill a quarter of the bytes
-by itself is never kept. All calls of a session that are in flight share one `Session`, cached or not.
+Beyond `session_cache` sessions or `session_cache_bytes` the least recently used go, in two steps: while those kept whole take more than
+half of the bytes, the one used longest ago is stripped (`Session.strip`), and its next call costs a parse of its history; after
+that the stripped one used longest ago is dropped, and its next call reads it from the store. A session that would fill a quarter of
+the bytes by itself is not kept. All calls of a session that are in flight share one `Session`, cached or not.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ LONG_BYTES = 2**20
 """Records of more than this take a while to be decoded."""
 
 LARGEST_SHARE = 4
-"""One session's tree is kept while it takes at most one part in so many of the memory for all."""
+"""A session is kept while it takes at most one part in so many of the memory for all."""
+
+WHOLE_SHARE = 2
+"""Sessions are stripped while the whole ones take more than one part in so many of it."""
 
 
 class SessionCache:
@@ -44,17 +49,20 @@ class SessionCache:
         self._capacity = capacity
         self.capacity_bytes = capacity_bytes
         self._kept: OrderedDict[str, Session] = OrderedDict()
+        self._stripped: OrderedDict[str, Session] = OrderedDict()
+        """Both by last use, the latest at the end."""
         self._used: WeakValueDictionary[str, Session] = WeakValueDictionary()
         """Kept ones, and those that a call under way still holds."""
         self._recordings: WeakValueDictionary[Fork, Recording] = WeakValueDictionary()
         self._weighed: dict[str, int] = {}
-        self.memory_bytes = 0
-        """About how much memory the trees that are kept take."""
-        self.found = self.reloaded = 0
-        """How often a session with calls was in memory when it was opened for another, and how often it was read from the store."""
+        self.memory_bytes = self._stripped_bytes = 0
+        """About how much memory the sessions that are kept take, and of these the stripped ones."""
+        self.found = self.restored = self.reloaded = 0
+        """How often a session with calls was in memory when it was opened for another, was there without its texts, was read from the
+        store."""
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._kept) + len(self._stripped)
 
     async def open(self, session_id: str, admits: Callable[[SessionInfo], None] = lambda _: None) -> Session:
         """The session's tree, from memory or from the store. Raises NotFound for a session that does not exist, Conflict for one that
@@ -64,6 +72,11 @@ class SessionCache:
         if tree is not None and _admitted(admits, tree.info):
             self._kept.move_to_end(session_id)
             self.found += tree.known > 0
+            return tree
+        tree = self._stripped.get(session_id)
+        if tree is not None and _admitted(admits, tree.info):
+            self.restored += 1
+            self.weigh(tree)
             return tree
         tree = self._used.get(session_id)
         if tree is not None and _admitted(admits, tree.info):
@@ -129,27 +142,49 @@ class SessionCache:
             raise Conflict(f"session '{session_id}' is {begun.status}; it takes no more calls")
 
     async def refresh(self, tree: Session) -> bool:
-        """Take in what other processes recorded meanwhile; whether that was anything."""
-        known = tree.known
+        """Take in what other processes recorded meanwhile, and all records where texts are missing; whether that was anything."""
+        start = 0 if tree.lacks_texts else tree.known
         with Waiting(STORE):
-            records = await self._sessions.load_records(tree.info.session_id, known)
-        new = tree.learn(records, known)
+            records = await self._sessions.load_records(tree.info.session_id, start)
+        new = tree.learn(records, start)
         self.weigh(tree)
         return new
 
     def weigh(self, tree: Session) -> None:
-        """The tree has grown: keep it where there is room, at the cost of those used longest ago."""
+        """The session has grown: keep it where there is room, at the cost of those used longest ago."""
         session_id, size = tree.info.session_id, tree.memory_bytes
         if self._used.get(session_id) is not tree:
             return
+        self._drop(session_id)
         if size > self.capacity_bytes // LARGEST_SHARE:
-            self._drop(session_id)
             return
         self._kept[session_id] = tree
-        self.memory_bytes += size - self._weighed.get(session_id, 0)
+        self._count(session_id, size)
+        while len(self) > self._capacity:
+            self._drop(next(iter(self._stripped or self._kept)))
+        while self.memory_bytes > self.capacity_bytes:
+            self._make_room(tree)
+
+    def _make_room(self, tree: Session) -> None:
+        """Strip or drop the session used longest ago; the `tree` in use is not stripped."""
+        oldest = next(iter(self._kept))
+        whole_bytes = self.memory_bytes - self._stripped_bytes
+        if whole_bytes > self.capacity_bytes // WHOLE_SHARE and oldest != tree.info.session_id:
+            self._strip(oldest)
+        else:
+            self._drop(next(iter(self._stripped or self._kept)))
+
+    def _strip(self, session_id: str) -> None:
+        tree = self._kept[session_id]
+        self._drop(session_id)
+        self._stripped[session_id] = tree
+        size = tree.strip()
+        self._count(session_id, size)
+        self._stripped_bytes += size
+
+    def _count(self, session_id: str, size: int) -> None:
         self._weighed[session_id] = size
-        while len(self._kept) > self._capacity or self.memory_bytes > self.capacity_bytes:
-            self._drop(next(iter(self._kept)))
+        self.memory_bytes += size
 
     def forget(self, session_id: str) -> None:
         """The session is closed or gone, or another one has its id by now."""
@@ -158,7 +193,10 @@ class SessionCache:
 
     def _drop(self, session_id: str) -> None:
         self._kept.pop(session_id, None)
-        self.memory_bytes -= self._weighed.pop(session_id, 0)
+        size = self._weighed.pop(session_id, 0)
+        self.memory_bytes -= size
+        if self._stripped.pop(session_id, None) is not None:
+            self._stripped_bytes -= size
 
 
 def _admitted(admits: Callable[[SessionInfo], None], info: SessionInfo) -> bool:

@@ -324,7 +324,7 @@ class HarnessApp:
             try:
                 request = await self._parsing.parse(draft, parse, incoming, again=refreshed)
             except UnknownCall:
-                if refreshed:
+                if refreshed and not draft.tree.lacks_texts:
                     raise
                 await self._services.cache.refresh(draft.tree)
                 refreshed = True
@@ -375,10 +375,12 @@ class HarnessApp:
 
     async def _find_stored(self, tree: Session, stores: Stores, response_id: str, action: Action) -> tuple[Call, bytes]:
         try:
-            return stores.render_stored(response_id, action, Draft(tree))
+            if not tree.lacks_texts:
+                return stores.render_stored(response_id, action, Draft(tree))
         except UnknownCall:
-            await self._services.cache.refresh(tree)
-            return stores.render_stored(response_id, action, Draft(tree))
+            pass
+        await self._services.cache.refresh(tree)
+        return stores.render_stored(response_id, action, Draft(tree))
 
 
 def _query(raw: bytes) -> dict[str, str]:

@@ -4,6 +4,10 @@
 
 Only recorded calls leave anything here. What a request brings that is new stands in its `Draft`, and goes with it when the call is
 refused, fails or is not recorded.
+
+A session that nobody has called for long is stripped (`strip`): of its calls stay ids, fingerprints and replies, which is all that the
+next request is compared with and put behind. It costs that request a parse of its whole history. The texts of prompts are read
+from the store again where something asks for them (`history`).
 """
 
 from __future__ import annotations
@@ -13,8 +17,9 @@ import contextlib
 import re
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -43,7 +48,7 @@ from reconstruct.messages import (
     root_key,
     without_lines,
 )
-from reconstruct.records import Call, Forest, Ids, find_engine_id
+from reconstruct.records import Call, Forest, Ids, find_engine_id, pack_logprobs
 
 _decode = msgspec.json.decode
 _encode = msgspec.json.Encoder().encode
@@ -134,21 +139,46 @@ class Session:
         self._histories: OrderedDict[str, list[HistoryMessage]] = OrderedDict()
         self._roots = (b"", b"", b"")
         self._chains: deque[Chained] = deque(maxlen=_RECENT_HISTORIES)
-        self._bytes = 0
-        self._longest = 0
+        self._call_bytes = self._reply_bytes = self._item_bytes = self._longest = 0
+        self._stripped = 0
+        """How many calls, from the first one on, may lack the texts of their prompts."""
         self.parse_turn: ParseLane | None = None
 
     @property
     def memory_bytes(self) -> int:
         """About how much memory the session takes here: an estimate, of what its calls and messages brought."""
-        # The ids of recent calls are kept whole, their renderings beside them.
         recorded = 0 if self.recording is None else self.recording.size_bytes
-        return recorded + self._bytes + 2 * _RECENT_PROMPTS * np.dtype(np.int32).itemsize * self._longest
+        recent = sum(ids.nbytes for ids in (*self._recent.values(), *self._renderings.values()))
+        # The next request has a reply decoded, and all ids of one call put together.
+        coming = _MEMORY_PER_BYTE * self._reply_bytes + max(0, np.dtype(np.int32).itemsize * self._longest - recent)
+        return recorded + self._call_bytes + self._item_bytes + recent + coming
+
+    @property
+    def lacks_texts(self) -> bool:
+        """Whether the texts of some prompts are in the store alone."""
+        return self._stripped > 0
+
+    def strip(self) -> int:
+        """Forget everything but what the calls' ids are put together from and later histories are found by. Returns about how much memory
+        the session then takes, in bytes; it takes `memory_bytes` once a request has come."""
+        self.items = {}
+        self.told = {}
+        self._replies, self._replied, self._histories = {}, {}, OrderedDict()
+        self._recent, self._renderings, self._replays = OrderedDict(), OrderedDict(), OrderedDict()
+        self._chains.clear()
+        self._item_bytes = 0
+        for call in list(islice(self.forest.calls.values(), self._stripped, None)):
+            if model := read_model(call):
+                self._models[call.call_id] = model
+            self.forest.calls[call.call_id] = stripped = _strip(call)
+            self._call_bytes -= call.size_bytes - stripped.size_bytes
+        self._stripped = len(self.forest)
+        return self._call_bytes + (0 if self.recording is None else self.recording.size_bytes)
 
     def keep(self, key: SeenKey, seen: list[HistoryMessage], size: int) -> None:
         """Remember the messages of a raw item that a recorded call brought; `size` is about how much memory they take, in bytes."""
         if self.items.setdefault(key, seen) is seen:
-            self._bytes += size
+            self._item_bytes += size
 
     def digest(self, heard: ParsedMessage, draft: Draft | None = None) -> HistoryMessage:
         """`draft` takes the images of a message that a harness sent."""
@@ -303,13 +333,16 @@ class Session:
         return ""
 
     def history(self, call_id: str) -> list[HistoryMessage]:
-        """The messages of the call's request, then its reply. Raises UnknownCall."""
+        """The messages of the call's request, then its reply. Raises UnknownCall, also where texts are in the store alone."""
         missing: list[Call] = []
         made: list[HistoryMessage] = []
         for call in self._lineage(call_id):
-            if call.call_id in self._histories:
-                made = self._histories[call.call_id]
+            known = self._histories.get(call.call_id)
+            if known is not None:
+                made = known
                 break
+            if not call.messages:
+                raise UnknownCall(f"the texts of call {call.call_id} are not in memory")
             missing.append(call)
         for call in reversed(missing):
             own = _decode(call.messages)
@@ -330,14 +363,20 @@ class Session:
             yield call
 
     def learn(self, records: Sequence[bytes], start: int) -> bool:
-        """Take in the store's records from number `start` on; whether any was new. A damaged record is left to the accounting:
-        it stays in the store, and no call can be found to continue it."""
-        size = len(self.forest)
+        """Take in the store's records from number `start` on; whether any was new, or brought texts that were missing. A damaged record is
+        left to the accounting: it stays in the store, and no call can be found to continue it."""
+        size, lacked = len(self.forest), self.lacks_texts and not start
+        if lacked:
+            self._stripped = 0
         for record in records:
             with contextlib.suppress(ReconstructError):
-                self._add(decode(record))
+                call = decode(record)
+                if lacked and call.call_id in self.forest:
+                    self._call_bytes += call.size_bytes - self.forest.calls[call.call_id].size_bytes
+                    self.forest.calls[call.call_id] = call
+                self._add(call)
         self.known = max(self.known, start + len(records))
-        return len(self.forest) > size
+        return lacked or len(self.forest) > size
 
     def committed(self, calls: Sequence[Call], prompt_ids: Ids | None, total: int) -> None:
         """This process appended `calls`, all sampled after `prompt_ids` (None: not known); the store now counts `total` records."""
@@ -352,9 +391,19 @@ class Session:
         if call.call_id in self.forest:
             return
         self.forest.add(call)
+        self._call_bytes += _CALL_BYTES + call.size_bytes
+        self._reply_bytes += len(call.reply)
         self._longest = max(self._longest, self.forest.full_length(call.call_id))
-        # The reply is decoded when a request replays it.
-        self._bytes += _CALL_BYTES + call.size_bytes + _MEMORY_PER_BYTE * len(call.reply)
+
+
+_NO_LOGPROBS = pack_logprobs(())
+_PROMPTS = (b'[{"role":"prompt"', b'[{"role": "prompt"')
+
+
+def _strip(call: Call) -> Call:
+    """The call without what only rows are made of. A prompt that is no message stays: later ones are compared with its text."""
+    messages = call.messages if call.messages.startswith(_PROMPTS) else b""
+    return replace(call, node=replace(call.node, logprobs=_NO_LOGPROBS), messages=messages, preamble=b"")
 
 
 class Draft:

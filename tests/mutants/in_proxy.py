@@ -7,6 +7,7 @@ from tests.mutants.fault import Fault
 _FLOW = "tests/proxy/call/test_flow.py -k "
 _SECURITY = "tests/proxy/test_security.py -k "
 _CONTROL = "tests/proxy/api/test_control_api.py -k "
+_EVICTIONS = "tests/proxy/call/test_evictions.py"
 
 FAULTS = (
     # What is sampled
@@ -373,5 +374,42 @@ FAULTS = (
         "    return 401 if isinstance(error, BudgetExhausted) else error.status\n",
         "    return error.status\n",
         "tests/proxy/call/test_budgets.py -k 'not_to_be_repeated'",
+    ),
+    # What memory keeps
+    Fault(
+        "A session that was stripped forgets which model its calls asked for, and the next record says that it asked for another.",
+        "            if model := read_model(call):\n                self._models[call.call_id] = model\n            self.forest",
+        "            self.forest",
+        _EVICTIONS,
+    ),
+    Fault(
+        "Text that goes on from what was said is tokenised afresh once memory was short.",
+        '    messages = call.messages if call.messages.startswith(_PROMPTS) else b""\n',
+        '    messages = b"[]"\n',
+        _EVICTIONS,
+    ),
+    Fault(
+        "A response that continues another loses the history before it, once memory was short.",
+        '    messages = call.messages if call.messages.startswith(_PROMPTS) else b""\n',
+        '    messages = call.messages if call.messages.startswith(_PROMPTS) else b"[]"\n',
+        _EVICTIONS,
+    ),
+    Fault(
+        "The reply of a call that was recorded long ago is gone, and another history is taken for its continuation.",
+        '    return replace(call, node=replace(call.node, logprobs=_NO_LOGPROBS), messages=messages, preamble=b"")\n',
+        '    return replace(call, node=replace(call.node, logprobs=_NO_LOGPROBS), messages=messages, preamble=b"", reply=b"{}")\n',
+        _EVICTIONS,
+    ),
+    Fault(
+        "Texts that are in the store alone are never read again: a response cannot be continued.",
+        "        start = 0 if tree.lacks_texts else tree.known\n",
+        "        start = tree.known\n",
+        _EVICTIONS,
+    ),
+    Fault(
+        "Sessions beyond the memory for all are read from the store with every call.",
+        "            self._strip(oldest)\n",
+        "            self._drop(oldest)\n",
+        "tests/proxy/call/test_session.py -k 'left_room'",
     ),
 )

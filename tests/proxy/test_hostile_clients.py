@@ -67,6 +67,11 @@ def trees_of(service: RunningService) -> SessionCache:
     return trees
 
 
+def kept(service: RunningService) -> set[str]:
+    """The sessions that are in memory, whole or stripped."""
+    return {*trees_of(service)._kept, *trees_of(service)._stripped}
+
+
 def tree_of(service: RunningService, session: Session) -> SessionTree:
     return trees_of(service)._kept[session.session_id]
 
@@ -132,21 +137,20 @@ def test_trees_are_kept_by_their_bytes_and_a_session_that_is_not_kept_goes_on(
 ) -> None:
     room = 200_000
     with RunningService(engine.url, redis_server.url, engine_api="token", session_cache_bytes=room) as service:
-        sessions = [service.session() for _ in range(20)]
+        sessions = [service.session() for _ in range(40)]
         for session in sessions:
             session.ask("q" * 500)
             assert trees_of(service).memory_bytes <= room
-        kept = set(trees_of(service)._kept)
-        assert 0 < len(kept) < len(sessions)
-        assert sessions[-1].session_id in kept
+        assert 0 < len(kept(service)) < len(sessions)
+        assert sessions[-1].session_id in trees_of(service)._kept
         # One whose tree would fill more than its share drives nobody else out.
-        before = set(trees_of(service)._kept)
+        before = kept(service)
         large = service.session()
-        history: list[Any] = [{"role": "user", "content": "q" * 4_000}]
+        history: list[Any] = [{"role": "user", "content": "q" * 7_500}]
         for _ in range(3):
             history += [large.answer(history), {"role": "user", "content": "go on"}]
-        assert large.session_id not in trees_of(service)._kept
-        assert len(before - set(trees_of(service)._kept)) <= 1
+        assert large.session_id not in kept(service)
+        assert len(before - kept(service)) <= 1
         rows, accounting = large.trajectories()
         assert (len(rows), accounting["quarantined"]) == (1, [])
 

@@ -236,3 +236,21 @@ def test_metrics_tell_whether_calls_found_their_session_in_memory(
     assert {where: float(each[1]) for where, each in told.items() if each} == found
     held, limit = re.findall(r"^verbatim_session_memory_(?:limit_)?bytes (\S+)$", page, re.MULTILINE)
     assert float(held) <= float(limit) and (float(held) > 0) == (room is None)
+
+
+def test_a_session_that_others_left_room_for_only_in_part_is_read_anew_from_its_request_and_not_from_the_store(
+    engine: ScriptedEngine, redis_server: RedisServer
+) -> None:
+    """Every call of a session beyond the memory for all read its whole session from the store."""
+    with RunningService(engine.url, redis_server.url, engine_api="token", session_cache_bytes=600_000) as service:
+        sessions = [service.session() for _ in range(14)]
+        histories: list[list[Any]] = [[{"role": "user", "content": "q" * 4_000}] for _ in sessions]
+        for _ in range(3):
+            for session, history in zip(sessions, histories, strict=True):
+                history += [session.answer(history), {"role": "user", "content": "go on"}]
+        page = service.request("GET", "/metrics").text
+        found = dict(re.findall(r'^verbatim_session_opens_total{found="(\w+)"} (\S+)$', page, re.MULTILINE))
+        assert {where: float(count) for where, count in found.items()} == {"memory": 0, "stripped": 28, "store": 0}
+        for session in sessions:
+            rows, accounting = session.trajectories()
+            assert (len(rows), accounting["quarantined"]) == (1, [])
