@@ -40,6 +40,12 @@ class Application:
         assert status < 300, answer
         return answer
 
+    async def serve(self, scope: Any, receive: Any, send: Any) -> None:
+        """One request of ASGI."""
+        await self._app(scope, receive, send)
+        # What is told to the store behind the answer belongs to the call.
+        await self._app.settle()
+
     async def ask(self, method: str, path: str, key: str, body: Any, leaves_at: bytes | None = None) -> tuple[int, bytes]:
         """Status and body of the answer. Whoever asks hangs up once a part of it holds `leaves_at`."""
         content = json.dumps(body).encode()
@@ -61,9 +67,7 @@ class Application:
             if leaves_at is not None and leaves_at in message.get("body", b""):
                 left.set()
 
-        await self._app(scope, receive, send)
-        # What is told to the store behind the answer belongs to the call.
-        await self._app.settle()
+        await self.serve(scope, receive, send)
         return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
 
 

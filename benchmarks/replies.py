@@ -69,7 +69,7 @@ def answers(size: Size, stream: bool) -> dict[str, bytes]:
     """The answer to each route, by the name of a file; those of `.sse` are streams."""
     made = _Answers(size)
     if stream:
-        chat, generate = {"chat.sse": made.chat_stream()}, {"generate.sse": made.generate_stream()}
+        chat, generate = {"chat.sse": b"".join(made.chat_events())}, {"generate.sse": b"".join(made.generate_events())}
     else:
         chat, generate = {"chat.json": _json(made.chat())}, {"generate.json": _json(made.generate())}
     shared = {"models.json": _json(made.models()), "render.json": _json(made.render()), "derender.json": _json(made.derender())}
@@ -83,6 +83,16 @@ def answers(size: Size, stream: bool) -> dict[str, bytes]:
 def plugin_steps(size: Size) -> list[bytes]:
     """What the plugin streams of a reply, by token."""
     return _Answers(size).frames(stream=True)
+
+
+def chat_events(size: Size, *, legacy: bool = False) -> list[bytes]:
+    """What vLLM's chat route streams of a reply, by event; `legacy`: its completions route."""
+    return _Answers(size).chat_events(legacy=legacy)
+
+
+def generate_events(size: Size) -> list[bytes]:
+    """The same of its generate route."""
+    return _Answers(size).generate_events()
 
 
 class _Answers:
@@ -108,7 +118,7 @@ class _Answers:
         whole = {"prompt_logprobs": None, "prompt_token_ids": self._prompt, "kv_transfer_params": None}
         return self._head("chat.completion") | {"choices": [choice], "usage": self._usage(), **whole}
 
-    def chat_stream(self) -> bytes:
+    def chat_events(self, *, legacy: bool = False) -> list[bytes]:
         head = self._head("chat.completion.chunk")
         first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         events: list[Any] = [head | {"choices": [first], "prompt_token_ids": self._prompt}]
@@ -121,6 +131,9 @@ class _Answers:
                 "finish_reason": "stop" if last else None,
                 "token_ids": [token],
             }
+            if legacy:
+                del choice["delta"]
+                choice |= {"text": WORD, "logprobs": {"tokens": [WORD], "token_logprobs": [self._logprobs[place]]}}
             events.append(head | {"choices": [choice]})
         events.append(head | {"choices": [], "usage": self._usage()})
         return _events(events)
@@ -140,7 +153,7 @@ class _Answers:
         choice = self._piece(self._sampled, entries) | self._end()
         return {"request_id": "generate-tokens-1", "choices": [choice], "prompt_logprobs": None, "kv_transfer_params": None}
 
-    def generate_stream(self) -> bytes:
+    def generate_events(self) -> list[bytes]:
         events: list[Any] = []
         for place, token in enumerate(self._sampled):
             piece = self._piece([token], [self._short_entry(place)])
@@ -199,5 +212,5 @@ def _json(answer: Any) -> bytes:
     return json.dumps(answer, separators=(",", ":")).encode()
 
 
-def _events(events: list[Any]) -> bytes:
-    return b"".join(b"data: %s\n\n" % _json(event) for event in events) + b"data: [DONE]\n\n"
+def _events(events: list[Any]) -> list[bytes]:
+    return [*(b"data: %s\n\n" % _json(event) for event in events), b"data: [DONE]\n\n"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -75,17 +75,17 @@ class ReplyWriter:
         if turn.request.stream and keepalive_seconds:
             self._timer = self._loop.call_later(keepalive_seconds, self._keep_alive)
 
-    def emit(self, piece: PromptReady | FirstToken | Delta) -> None:
-        """Send what the harness may see while the engine samples."""
-        if isinstance(piece, Delta):
-            self._write((self._flowing or self._begin()).write(piece))
-        elif not self._turn.request.stream:
-            return
+    def emit(self, piece: PromptReady | FirstToken | Sequence[Delta]) -> None:
+        """Send what the harness may see while the engine samples: the deltas that are given together, in one write."""
+        if isinstance(piece, PromptReady):
+            if self._flowing is None and self._turn.request.stream:
+                # Made while the engine samples.
+                self._open(piece.prompt_tokens)
         elif isinstance(piece, FirstToken):
-            self._begin()
-        elif self._flowing is None:
-            # Made while the engine samples.
-            self._open(piece.prompt_tokens)
+            if self._turn.request.stream:
+                self._begin()
+        else:
+            self._write(b"".join(map((self._flowing or self._begin()).write, piece)))
 
     async def finish(self, reply: Reply) -> bool:
         """Send what is left; whether everything went out to a client that was still there."""

@@ -21,7 +21,7 @@ from proxy.call.lookahead import choose, find_lookahead
 from proxy.call.media import ImageCache
 from proxy.call.peers import Peers
 from proxy.call.prompts import plan_prompt, prompt_continuation
-from proxy.call.record import call_records, minted_choice, minted_delta, place, warn_of_renderings
+from proxy.call.record import call_records, mint_deltas, minted_choice, place, warn_of_renderings
 from proxy.call.recording import Live, Recalled, Recording, Refused, Replayed
 from proxy.call.replay import Replays, build_reply, play
 from proxy.call.session import Draft, Session
@@ -86,7 +86,7 @@ _JUDGE_TOKENS = 4096
 _LONG_BYTES = 2**20
 """Records of more than this take a while to be compressed."""
 
-Emit = Callable[[PromptReady | FirstToken | Delta], None]
+Emit = Callable[[PromptReady | FirstToken | Sequence[Delta]], None]
 """Takes what the harness may see: PromptReady once the prompt is known, FirstToken, and deltas."""
 
 
@@ -399,16 +399,14 @@ class Flow:
         """What the engine sampled. Pieces get the ids that the service minted, and none is emitted once the call has moved elsewhere."""
         call = EngineCall(replica, turn.scope, streams=turn.request.stream and not job.wanted.prompt_logprobs)
 
-        def mint_and_emit(piece: FirstToken | Delta) -> None:
+        def mint_and_emit(piece: FirstToken | Sequence[Delta]) -> None:
             if call.moved:
                 return
             if isinstance(piece, FirstToken):
                 turn.timeline.mark_first_token()
-            elif piece.tool_calls or (piece.content and piece.reasoning):
-                for part in minted_delta(piece, turn.call_ids).split():
-                    emit(part)
-                return
-            emit(piece)
+                emit(piece)
+            else:
+                emit(mint_deltas(piece, turn.call_ids))
 
         kind = self._kinds.of(replica)
         abort = partial(kind.abort, replica, job)
@@ -494,7 +492,7 @@ def _full(session_id: str, most_bytes: int) -> SessionFull:
     )
 
 
-def _withhold(emit: Emit, piece: PromptReady | FirstToken | Delta) -> None:
+def _withhold(emit: Emit, piece: PromptReady | FirstToken | Sequence[Delta]) -> None:
     """Nothing of a candidate is shown before one is chosen."""
     if isinstance(piece, PromptReady):
         emit(piece)

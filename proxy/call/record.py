@@ -270,17 +270,25 @@ def _preamble(request: Request) -> bytes:
     return _encode({"model": request.model, "tools": request.tools, "template_kwargs": request.template_kwargs})
 
 
-def minted_delta(delta: Delta, call_ids: Sequence[str]) -> Delta:
-    """The delta with tool-call ids that name its call, also where the engine gave none; `call_ids` holds one per choice."""
-    if delta.tool_calls:
-        call_id = call_ids[delta.index]
-        delta.tool_calls = [
-            {**call, "id": tool_call_id(call_id, call.get("index", 0))}
-            if call.get("id") or engine.names_function(call)
-            else call
-            for call in delta.tool_calls
-        ]
-    return delta
+def mint_deltas(deltas: Sequence[Delta], call_ids: Sequence[str]) -> Sequence[Delta]:
+    """The deltas as the harness gets them: each carries one thing, and tool-call ids name its call, also where the engine gave none.
+    `call_ids` holds one per choice."""
+    minted: list[Delta] = []
+    for delta in deltas:
+        if delta.tool_calls:
+            delta.tool_calls = [_mint_call(call, call_ids[delta.index]) for call in delta.tool_calls]
+            minted += delta.split()
+        elif delta.content and delta.reasoning:
+            minted += delta.split()
+        else:
+            minted.append(delta)
+    return minted
+
+
+def _mint_call(call: Mapping[str, Any], call_id: str) -> Mapping[str, Any]:
+    if call.get("id") or engine.names_function(call):
+        return {**call, "id": tool_call_id(call_id, call.get("index", 0))}
+    return call
 
 
 def minted_choice(sampled: engine.EngineChoice, call_ids: Sequence[str], *, forced_tool: bool) -> Choice:

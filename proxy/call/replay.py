@@ -327,7 +327,7 @@ def _logprobs(call: Call) -> list[dict[str, Any]] | None:
 
 
 async def play(
-    request: Request, reply: Reply, emit: Callable[[Delta], None], tokens_per_second: float, scope: CancelScope
+    request: Request, reply: Reply, emit: Callable[[Sequence[Delta]], None], tokens_per_second: float, scope: CancelScope
 ) -> None:
     """Emit the reply's text at that pace; returns after as long as its tokens take, or when the call is cut. Logprobs and ids go with the
     text, which is then left to the end."""
@@ -341,7 +341,7 @@ async def play(
                 tokens += choice.completion_tokens / len(pieces)
                 await asyncio.sleep(began + tokens / tokens_per_second - loop.time())
                 if piece is not None:
-                    emit(piece)
+                    emit([piece])
 
 
 def split_text(choice: Choice) -> list[Delta]:

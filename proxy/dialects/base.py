@@ -320,8 +320,7 @@ class FirstToken:
     """The engine has sampled a first token: a streamed answer begins, though none of its text may be certain yet."""
 
 
-@dataclass(slots=True)
-class Delta:
+class Delta(msgspec.Struct):
     """A piece of one choice's reply. `tool_calls` have the shape of the chat stream, with minted ids. `token_ids` only if the engine
     says which ids the text is made of."""
 

@@ -90,8 +90,8 @@ class PlansNoMore(EngineUnavailable):
     """The replica lost what planned its prompts, before anything was sampled: the prompt has to be planned here, and the call sampled."""
 
 
-Emit = Callable[[FirstToken | Delta], None]
-"""Passes on what the harness may see before the reply is whole."""
+Emit = Callable[[FirstToken | Sequence[Delta]], None]
+"""Passes on what the harness may see before the reply is whole: of what arrives together, all deltas at once."""
 
 
 class EngineKind(ABC):

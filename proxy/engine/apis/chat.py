@@ -11,7 +11,8 @@ come as text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -122,20 +123,26 @@ class OpenAiChat(EngineKind):
         path = f"{replica.api_path}/{'completions' if 'prompt' in body else 'chat/completions'}"
         begun = not stream
 
-        def take(answer: _Answer) -> None:
+        def take(answers: list[_Answer]) -> None:
             nonlocal begun
             if not begun:
                 begun = True
                 emit(FirstToken())
-            if answer.prompt_token_ids or answer.prompt_logprobs or answer.usage:
-                reply.update(answer)
-                reply.usage = answer.usage or reply.usage
-            for choice in answer.choices:
-                if choice.prompt_token_ids or choice.prompt_logprobs:
-                    reply.update(choice)
-                delta = choice_at(choices, choice.index).add(choice)
-                if stream and is_visible(job.request, delta):
-                    emit(delta)
+            deltas: list[Delta] = []
+            try:
+                for answer in answers:
+                    if answer.prompt_token_ids or answer.prompt_logprobs or answer.usage:
+                        reply.update(answer)
+                        reply.usage = answer.usage or reply.usage
+                    for choice in answer.choices:
+                        if choice.prompt_token_ids or choice.prompt_logprobs:
+                            reply.update(choice)
+                        delta = choice_at(choices, choice.index).add(choice)
+                        if stream and (delta.content or is_visible(job.request, delta)):
+                            deltas.append(delta)
+            finally:
+                if deltas:
+                    emit(deltas)
 
         expected = _Answer if _wants_entries(job) else _BareAnswer
         async with self._http.receive(replica, path, body, expected, job.scope, stream=stream, headers=headers) as answers:
@@ -227,12 +234,12 @@ class _Logprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] | None = None
 
     @property
-    def values(self) -> list[float | None]:
+    def values(self) -> Iterable[float | None]:
         """Of the sampled tokens. Raises EngineFailed unless all that is told of them has one length."""
         return [entry.get("logprob") for entry in self.entries]
 
     @property
-    def texts(self) -> list[str]:
+    def texts(self) -> Iterable[str]:
         """The sampled tokens as text, or named by id."""
         return [str(entry.get("token", AS_ID)) for entry in self.entries]
 
@@ -264,12 +271,16 @@ class _BareLogprobs(_Logprobs):
     content: list[_BareEntry] | None = None  # type: ignore[assignment]
 
     @property
-    def values(self) -> list[float | None]:
-        return super().values if self.content is None else [entry.logprob for entry in self.content]
+    def values(self) -> Iterable[float | None]:
+        return super().values if self.content is None else map(_logprob, self.content)
 
     @property
-    def texts(self) -> list[str]:
-        return super().texts if self.content is None else [entry.token for entry in self.content]
+    def texts(self) -> Iterable[str]:
+        return super().texts if self.content is None else map(_token, self.content)
+
+
+_logprob: Callable[[_BareEntry], float | None] = attrgetter("logprob")
+_token: Callable[[_BareEntry], str] = attrgetter("token")
 
 
 class _Choice(msgspec.Struct):
@@ -371,9 +382,9 @@ class _ChoiceSoFar:
             self.token_ids.extend(ids)
         entries: list[dict[str, Any]] = []
         if choice.logprobs is not None:
-            self.logprobs += choice.logprobs.values
+            self.logprobs.extend(choice.logprobs.values)
             if self._with_texts:
-                self.texts += choice.logprobs.texts
+                self.texts.extend(choice.logprobs.texts)
             if self._with_entries:
                 entries = choice.logprobs.entries
                 self.entries += entries

@@ -81,15 +81,16 @@ class VllmCompletions(EngineKind):
         proven, usage, begun = False, Usage(), not stream
         question, headers = _make_question(replica, job), {"x-request-id": job.call_id}
 
-        def take(event: _Event) -> None:
+        def take(events: list[_Event]) -> None:
             nonlocal proven, usage, begun
             if not begun:
                 begun = True
                 emit(FirstToken())
-            for piece in event.choices:
-                proven = prove_prompt(job, piece.prompt_token_ids) or proven
-                _add(choice_at(choices, piece.index), piece)
-            usage = event.usage or usage
+            for event in events:
+                for piece in event.choices:
+                    proven = prove_prompt(job, piece.prompt_token_ids) or proven
+                    _add(choice_at(choices, piece.index), piece)
+                usage = event.usage or usage
 
         async def send(body: dict[str, Any]) -> None:
             async with self._http.receive(replica, _PATH, body, _Event, job.scope, stream=True, headers=headers) as answers:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 
 from proxy.dialects.base import Delta, FirstToken, HistoryMessage, Request, new_call_id
 from proxy.engine.apis.base import EngineKind, IdText, PlanRequest, SamplingJob
@@ -119,7 +120,7 @@ async def _sample(kind: EngineKind, replica: Replica, request: Request, logprob_
     return outcome
 
 
-def _drop(piece: FirstToken | Delta) -> None:
+def _drop(piece: FirstToken | Sequence[Delta]) -> None:
     """Nobody reads it."""
 
 

@@ -361,6 +361,11 @@ class CertainText:
         if added.reasoning:
             self._thoughts.append(added.reasoning)
 
+    def advance(self, delta: Mapping[str, Any]) -> Delta | None:
+        """Add what the streaming parsers say; what is certain now and was not sent, None if nothing."""
+        self.add_delta(delta)
+        return self.take_certain()
+
     def message(self) -> dict[str, Any]:
         """The message so far, as the streaming parsers have it."""
         return self._assembly.message()
@@ -384,7 +389,7 @@ class CertainText:
 
     def take_certain(self) -> Delta | None:
         """The text that is certain and was not sent; None if there is none."""
-        if self._assembly.has_calls or not (self._certain or self._thoughts):
+        if not (self._certain or self._thoughts) or self._assembly.has_calls:
             return None
         delta = Delta(self._index, "".join(self._certain), "".join(self._thoughts))
         self._certain.clear()

@@ -101,12 +101,13 @@ class Sglang(EngineKind):
                 choice_at(choices, index).add(job, whole, end_id)
             return
 
-        def take(answer: _Answer) -> None:
+        def take(answers: list[_Answer]) -> None:
             nonlocal begun
             if not begun:
                 begun = True
                 emit(FirstToken())
-            choice_at(choices, answer.index if stream else 0).add(job, answer, end_id)
+            for answer in answers:
+                choice_at(choices, answer.index if stream else 0).add(job, answer, end_id)
 
         async with self._http.receive(replica, _PATH, body, _Answer, job.scope, stream=stream) as answers:
             await answers.follow(take)

@@ -34,6 +34,7 @@ from proxy.engine.apis.vllm_reply import (
     GENERATE,
     ChoicePiece,
     GenerateAnswer,
+    GeneratedReply,
     ImageExpansion,
     Parsed,
     Parser,
@@ -43,7 +44,6 @@ from proxy.engine.apis.vllm_reply import (
     answer_type,
     bar_placeholders,
     can_parse_itself,
-    gather,
     generate_body,
     read_ranges,
 )
@@ -162,41 +162,33 @@ class VllmTokens(EngineKind):
         parser, before = Parser(self._http, replica, job), replica.host.weight_version
         live = stream and parser.takes_steps and not job.sampling.get("stop") and job.request.top_logprobs is None
         choices = [SampledChoice(index, live) for index in range(job.request.n)]
-        cached, prompt_logprobs, begun = 0, None, not stream
         streams = _can_stream(replica, job, stream)
         if job.media:
             bar_placeholders(job)
         body = generate_body(replica, job, streams, parsed=parsed)
-        expected, expansion = answer_type(job), ImageExpansion(replica, job)
+        reply = GeneratedReply(choices, ImageExpansion(replica, job), emit if stream else None)
         with PartialReply(choices) as reading:
-            async with self._http.receive(replica, GENERATE, body, expected, job.scope, stream=streams) as answers:
+            async with self._http.receive(replica, GENERATE, body, answer_type(job), job.scope, stream=streams) as answers:
                 while not answers.ended:
-                    for answer in await answers.read(_patience(choices)):
-                        expansion.check(answer)
-                        if not begun:
-                            begun = True
-                            emit(FirstToken())
-                        cached = answer.usage.cached_tokens if answer.usage else cached
-                        prompt_logprobs = answer.prompt_logprobs or prompt_logprobs
-                        gather(choices, answer.choices)
+                    await answers.follow(reply.take, _patience(choices))
                     await self._emit_live(job, parser, choices, emit)
         if any(choice.names_tokens for choice in choices):
             version = await self._http.find_version(replica, before, job.scope)
             for choice in choices:
                 choice.hold_version(version)
-        outcome = await self._interpret(replica, job, parser, choices, prompt_logprobs, reading.broken, cached)
+        outcome = await self._interpret(replica, job, parser, reply, reading.broken)
         for choice, sampled in zip(choices, outcome.choices, strict=True):
             # The rest of a broken reply is not sent.
             if choice.live is not None and outcome.broken is None:
                 rest = choice.live.take_rest(sampled.message)
                 if rest is not None:
-                    emit(rest)
+                    emit([rest])
         return outcome
 
     async def _emit_live(self, job: SamplingJob, parser: Parser, choices: list[SampledChoice], emit: Emit) -> None:
         """Parse what has arrived of the choices whose next step is due."""
         for choice in choices:
-            if choice.live is None or choice.finish_reason or not choice.live.is_due:
+            if choice.live is None or not choice.is_due:
                 continue
             try:
                 with Within(INTERPRET):
@@ -209,27 +201,25 @@ class VllmTokens(EngineKind):
                 parser.takes_steps, choice.live = False, None
                 continue
             if delta is not None:
-                emit(delta)
+                emit([delta])
 
     async def _interpret(
         self,
         replica: Replica,
         job: SamplingJob,
         parser: Parser,
-        choices: list[SampledChoice],
-        prompt_logprobs: PromptLogprobs | None,
+        reply: GeneratedReply,
         broken: str | None,
-        cached_tokens: int,
     ) -> EngineReply:
         """The choices with their messages. Choices that cannot be parsed are recorded without one."""
         sampled = []
-        for choice, parsed in zip(choices, await self._parse(replica, job, parser, choices), strict=True):
+        for choice, parsed in zip(reply.choices, await self._parse(replica, job, parser, reply.choices), strict=True):
             if isinstance(parsed, VerbatimError):
                 broken, parsed = broken or parsed.message, Parsed({"role": "assistant", "content": ""})
             elif isinstance(parsed, BaseException):
                 raise parsed
-            sampled.append(choice.finish_parsed(replica, job, parsed, prompt_logprobs))
-        return EngineReply(sampled, None, len(job.prompt_ids), cached_tokens, broken)
+            sampled.append(choice.finish_parsed(replica, job, parsed, reply.prompt_logprobs))
+        return EngineReply(sampled, None, len(job.prompt_ids), reply.cached_tokens, broken)
 
     async def _parse(
         self, replica: Replica, job: SamplingJob, parser: Parser, choices: list[SampledChoice]
@@ -298,17 +288,23 @@ class VllmTokens(EngineKind):
         # Here alternatives come as text without ids, which cannot be recorded: request only those the harness asked for.
         body["sampling_params"]["logprobs"] = job.request.top_logprobs or 0
 
-        def take(answer: _TextAnswer) -> None:
+        def take(answers: list[_TextAnswer]) -> None:
             nonlocal cached, prompt_logprobs, begun
             if not begun:
                 begun = True
                 emit(FirstToken())
-            cached = answer.usage.cached_tokens if answer.usage else cached
-            prompt_logprobs = answer.prompt_logprobs or prompt_logprobs
-            for piece in answer.choices:
-                delta = choice_at(choices, piece.index).add(piece)
-                if stream and is_visible(job.request, delta):
-                    emit(delta)
+            deltas: list[Delta] = []
+            try:
+                for answer in answers:
+                    cached = answer.usage.cached_tokens if answer.usage else cached
+                    prompt_logprobs = answer.prompt_logprobs or prompt_logprobs
+                    for piece in answer.choices:
+                        delta = choice_at(choices, piece.index).add(piece)
+                        if stream and is_visible(job.request, delta):
+                            deltas.append(delta)
+            finally:
+                if deltas:
+                    emit(deltas)
 
         with PartialReply(choices) as reading:
             async with self._http.receive(replica, GENERATE, body, _TextAnswer, job.scope, stream=streams) as answers:
@@ -339,10 +335,8 @@ def find_stop(stops: Sequence[str], text: str, before: str) -> str | None:
 
 def _patience(choices: Sequence[SampledChoice]) -> float | None:
     """For how many seconds to wait for more of the reply, before what has arrived is parsed without it; None: for ever."""
-    pending = [
-        choice.live for choice in choices if choice.live is not None and choice.live.pending and not choice.finish_reason
-    ]
-    return min(live.patience for live in pending) if pending else None
+    waits = [choice.live.patience for choice in choices if choice.live is not None and not choice.finish_reason]
+    return min((patience for patience in waits if patience is not None), default=None)
 
 
 def _can_stream(replica: Replica, job: SamplingJob, stream: bool) -> bool:

@@ -110,7 +110,7 @@ async def sample(http: EngineHttp, replica: Replica, job: SamplingJob, *, stream
     try:
         with PartialReply(reply.choices) as reading:
             async with http.receive_frames(replica, SAMPLE, write_ask(_ask(replica, job, stream)), job.scope) as answer:
-                await answer.follow(reply.add)
+                await answer.follow(reply.take)
     except FramesRefused as error:
         # Of a router, or the engine was started again without the plugin.
         replica.host.plugin = replica.plugin = False
@@ -178,16 +178,19 @@ class _Choice(GeneratedChoice):
     def __init__(self, index: int, live: bool) -> None:
         super().__init__(index)
         self.text = CertainText(index) if live else None
-        self.logprobs: list[float | None] = []
-        self.last_ids: list[int] = []
         self.ended: EndFrame | None = None
         self._tops: list[Sequence[tuple[int, float]]] = []
         self._shown: list[dict[str, Any]] = []
+        self._ids: list[bytes] = []
+        self._logprobs: list[bytes] = []
+
+    @property
+    def has_content(self) -> bool:
+        return any(self._ids)
 
     def add(self, piece: PieceFrame) -> None:
-        self.last_ids = read_ids(piece.ids).tolist()
-        self.token_ids += self.last_ids
-        self.logprobs += read_logprobs(piece.logprobs).tolist()
+        self._ids.append(piece.ids)
+        self._logprobs.append(piece.logprobs)
         if piece.tops is not None:
             self._tops += _read_tops(piece.tops)
         if piece.shown is not None:
@@ -213,12 +216,14 @@ class _Choice(GeneratedChoice):
         return message
 
     def finish_sampled(self, replica: Replica, job: SamplingJob, prompt_logprobs: Logprobs | None) -> EngineChoice:
+        self.token_ids = read_ids(b"".join(self._ids)).tolist()
+        logprobs: list[float | None] = read_logprobs(b"".join(self._logprobs)).tolist()
         content = self._shown
         if job.request.prompt is None:
             content = (self.ended.shown if self.ended is not None else None) or []
         shown = content if job.request.top_logprobs is not None and self.token_ids else None
         tops = self._tops if job.wanted.top_logprobs and job.request.prompt is None else None
-        return self.finish(replica, job.wanted, job.prompt_ids, self.logprobs, self.message(job), shown, prompt_logprobs, tops)
+        return self.finish(replica, job.wanted, job.prompt_ids, logprobs, self.message(job), shown, prompt_logprobs, tops)
 
 
 class _Reply:
@@ -235,10 +240,23 @@ class _Reply:
         live = stream and job.request.prompt is None and job.request.top_logprobs is None
         self.choices = [_Choice(index, live) for index in range(job.request.n)]
 
-    def add(self, frame: Frame) -> None:
+    def take(self, frames: list[Frame]) -> None:
+        """Add what arrived together, and pass on what of it is certain."""
+        deltas: list[Delta] = []
+        try:
+            for frame in frames:
+                if isinstance(frame, PieceFrame):
+                    delta = self._add_piece(frame)
+                    if delta is not None:
+                        deltas.append(delta)
+                else:
+                    self._take_frame(frame)
+        finally:
+            if deltas:
+                self._emit(deltas)
+
+    def _take_frame(self, frame: Frame) -> None:
         match frame:
-            case PieceFrame():
-                self._add_piece(frame)
             case EndFrame():
                 choice_at(self.choices, frame.index).end(frame)
             case PlanFrame():
@@ -267,25 +285,23 @@ class _Reply:
             prompt = Prompt(ids, told.branch_reason, rendering, close, told.continues, media, told.adds_end)
             plan.take(prompt, {"sampling_params": told.defaults})
 
-    def _add_piece(self, piece: PieceFrame) -> None:
+    def _add_piece(self, piece: PieceFrame) -> Delta | None:
+        """What of it the harness sees now."""
         choice = choice_at(self.choices, piece.index)
         choice.add(piece)
         if not self._stream:
-            return
+            return None
         if not self._begun:
             self._begun = True
             self._emit(FirstToken())
         said = piece.delta or {}
         if choice.text is not None:
-            if said:
-                choice.text.add_delta(said)
-                delta = choice.text.take_certain()
-                if delta is not None:
-                    self._emit(delta)
-        elif self._job.request.prompt is not None:
-            delta = Delta(piece.index, said.get("content") or "", logprobs=piece.shown or [], token_ids=choice.last_ids)
-            if is_visible(self._job.request, delta):
-                self._emit(delta)
+            return choice.text.advance(said) if said else None
+        if self._job.request.prompt is None:
+            return None
+        ids = read_ids(piece.ids).tolist()
+        delta = Delta(piece.index, said.get("content") or "", logprobs=piece.shown or [], token_ids=ids)
+        return delta if is_visible(self._job.request, delta) else None
 
     def finish(self, broken: str | None) -> EngineReply:
         """Emits what is left of the text."""
@@ -298,7 +314,7 @@ class _Reply:
             # The rest of a broken reply is not sent.
             rest = choice.text.take_rest(one.message) if choice.text is not None and broken is None else None
             if rest is not None:
-                self._emit(rest)
+                self._emit([rest])
         cached = 0 if done is None else done.cached_tokens
         return EngineReply(sampled, None, len(job.prompt_ids), cached, broken)
 

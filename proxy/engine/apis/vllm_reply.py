@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from proxy.dialects.base import Delta
-from proxy.engine.apis.base import SamplingJob, chat_body, find_image_urls
+from proxy.dialects.base import Delta, FirstToken
+from proxy.engine.apis.base import Emit, SamplingJob, chat_body, find_image_urls
 from proxy.engine.apis.reply import (
     CertainText,
     EngineChoice,
@@ -252,16 +252,25 @@ class SampledChoice(PieceChoice):
         self.live = LiveText(index) if live else None
 
     def add(self, piece: _Piece) -> None:
-        self.add_piece(piece)
+        ids = piece.token_ids or []
         if piece.logprobs and piece.logprobs.content:
-            self.entries.extend(piece.logprobs.content)
+            self.entries += piece.logprobs.content
+        if piece.finish_reason is None and piece.stop_reason is None and not (piece.weight_versions or piece.routed_experts):
+            # What nearly every token of a stream is.
+            self.token_ids += ids
+        else:
+            self.add_piece(piece)
         if piece.message is not None:
             self.message = piece.message
             # The chat's word for a reply with tool calls that ended by itself.
             self.finish_reason = "stop" if self.finish_reason == "tool_calls" else self.finish_reason
         if self.live is not None:
-            ids = piece.token_ids or []
             self.live.pending += visible_ids(ids, self.finish_reason, self.stop_reason) if piece.finish_reason else ids
+
+    @property
+    def is_due(self) -> bool:
+        """Whether its text is to be parsed now as far as it goes."""
+        return self.live is not None and not self.finish_reason and self.live.is_due
 
     @property
     def visible_ids(self) -> list[int]:
@@ -306,10 +315,35 @@ def _first_tops(entry: Logprob, most: int) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(msgspec.json.decode(entry.top_logprobs, type=list[msgspec.Raw])[:most]))
 
 
-def gather(choices: Sequence[SampledChoice], pieces: Sequence[_Piece]) -> None:
-    """Add each piece to its choice."""
-    for piece in pieces:
-        choice_at(choices, piece.index).add(piece)
+class GeneratedReply:
+    """The answer to a generate request, as it arrives. `emit` is told of the first token."""
+
+    def __init__(self, choices: list[SampledChoice], expansion: ImageExpansion, emit: Emit | None) -> None:
+        self.choices = choices
+        self.cached_tokens = 0
+        self.prompt_logprobs: PromptLogprobs | None = None
+        self._expansion = expansion
+        self._emit = emit
+
+    def take(self, answers: list[Generated]) -> bool:
+        """Add what arrived together. Whether the text of a choice is to be parsed now."""
+        self._expansion.check(answers[0])
+        if self._emit is not None:
+            self._emit(FirstToken())
+            self._emit = None
+        choice = None
+        for answer in answers:
+            if answer.usage:
+                self.cached_tokens = answer.usage.cached_tokens
+            self.prompt_logprobs = answer.prompt_logprobs or self.prompt_logprobs
+            for piece in answer.choices:
+                if choice is None or choice.index != piece.index:
+                    choice = choice_at(self.choices, piece.index)
+                choice.add(piece)
+        return any(map(_is_due, self.choices))
+
+
+_is_due: Callable[[SampledChoice], bool] = attrgetter("is_due")
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,9 +519,10 @@ class LiveText(CertainText):
         return bool(self.pending) and time.perf_counter() >= self._next_at
 
     @property
-    def patience(self) -> float:
-        """For how many seconds the pending ids may wait for more."""
-        return max(0.0, self._next_at + self._pause - time.perf_counter())
+    def patience(self) -> float | None:
+        """For how many seconds what is pending, or comes before they are over, may wait for more; None: nothing waits."""
+        left = self._next_at + self._pause - time.perf_counter()
+        return max(0.0, left) if self.pending or left > 0 else None
 
     def add(self, step: _Step, seconds: float) -> None:
         """Add a step that took so long."""

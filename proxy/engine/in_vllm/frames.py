@@ -174,12 +174,15 @@ class FrameDecoder:
     """Frames from bytes split anywhere."""
 
     def __init__(self) -> None:
+        self.found: list[Frame] = []
+        """By the last `feed`, also where it raised."""
         self._rest = b""
 
     def feed(self, data: bytes) -> list[Frame]:
-        """The frames that are complete. Raises msgspec.MsgspecError."""
+        """The frames that are complete. Raises msgspec.MsgspecError at the first that is none."""
         data = self._rest + data if self._rest else data
-        frames, at = [], 0
+        frames = self.found = []
+        at = 0
         while len(data) - at >= _LENGTH.size:
             end = at + _LENGTH.size + _LENGTH.unpack_from(data, at)[0]
             if end > len(data):

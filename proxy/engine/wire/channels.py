@@ -301,32 +301,37 @@ class EngineResponse:
                 taken.append(piece)
         return b"".join(taken)
 
-    async def read_piece(self, seconds: float | None = None) -> bytes | None:
-        """The part of the body since the last piece, at least a byte; b"" at the end, None if nothing came for `seconds`. Raises BrokenOff
-        and TimeoutError."""
+    async def read_piece(self) -> bytes:
+        """The part of the body since the last piece, at least a byte; b"" at the end. Raises BrokenOff and TimeoutError."""
         while not self._pieces:
             if self._whole:
                 return b""
-            if not await self._wait(seconds):
-                return None
+            await self._wait()
         piece, self._unread = b"".join(self._pieces), 0
         self._pieces.clear()
         self._resume()
         return piece
 
-    async def follow(self, hear: Callable[[bytes], bool]) -> bool:
-        """Call `hear` with each piece of the body as it arrives, until it returns False: True then, and False if the body ended before.
-        No task wakes for a piece. Raises as `read_piece`, and what `hear` raises."""
+    async def follow(self, hear: Callable[[bytes], bool], seconds: float | None = None) -> bool | None:
+        """Call `hear` with each piece of the body as it arrives, at once with all that did already; no task wakes for a piece. True once it
+        returns False, False at the end of the body, None after `seconds`. Raises as `read_piece`, and what `hear` raises."""
         self._hear = hear
-        while self._pieces and self._hear is not None:
-            self._tell(self._hear, self._pieces.popleft())
+        if self._pieces:
+            waiting = b"".join(self._pieces)
+            self._pieces.clear()
+            self._tell(hear, waiting)
         self._unread = 0
         self._resume()
         while self._hear is not None and not self._whole:
-            await self._wait()
-        if self._hear is None and self._error is not None:
+            if not await self._wait(seconds):
+                self._hear = None
+                return None
+        if self._hear is not None:
+            self._hear = None
+            return False
+        if self._error is not None:
             raise self._error
-        return self._hear is None
+        return True
 
     def _tell(self, hear: Callable[[bytes], bool], piece: bytes) -> None:
         try:

@@ -206,8 +206,8 @@ class EngineHttp:
         stream: bool,
         headers: dict[str, str] | None = None,
     ) -> ReplyStream[A]:
-        """`async with http.receive(…) as answers:` sends a sampling request; `answers.read()` gives its answer, or the events of a streamed
-        one. Raises as `post`; EngineFailed if the answer reports an error."""
+        """`async with http.receive(…) as answers:` sends a sampling request; `answers.follow(take)` gives its answer, or the events of a
+        streamed one. Raises as `post`; EngineFailed if the answer reports an error."""
         return ReplyStream(
             self,
             self._channels,
@@ -323,15 +323,16 @@ class ReplyStream(Generic[A]):
         self._body = body
         self._decode = msgspec.json.Decoder(answer).decode
         self._scope = scope
-        self._events = EventDecoder() if stream else None
+        self._stream = stream
+        self._events = EventDecoder()
         self._headers = headers
         self._answer: EngineResponse | None = None
         self._content = b""
-        self._ended = False
-        self._error: VerbatimError | None = None
+        self.ended = False
+        """Whether all of it was taken."""
 
     async def __aenter__(self) -> ReplyStream[A]:
-        if self._events is None:
+        if not self._stream:
             self._content = await self._http.sample_whole(self._replica, self._path, self._body, self._scope, self._headers)
             return self
         try:
@@ -350,105 +351,66 @@ class ReplyStream(Generic[A]):
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._leave(failed=kind is not None)
 
-    @property
-    def ended(self) -> bool:
-        """Whether all of it was read, and no error is left that `read` is to raise."""
-        return self._ended and self._error is None
+    async def follow(self, take: Callable[[list[A]], object], seconds: float | None = None) -> None:
+        """Give `take` the answer, or the events of a streamed one as they arrive, in one list those that arrive together. Returns once
+        `ended`; before that after `seconds`, and where `take` returns True: it wants no more for now. A stream must end with [DONE].
 
-    async def read(self, seconds: float | None = None) -> list[A]:
-        """The answer, or the events that have arrived since; [] at the end, and if no event of a stream came for `seconds`. A stream must
-        end with [DONE]."""
-        if self._error is not None:
-            raise self._error
-        if self._events is None:
-            if self._ended:
-                return []
-            self._ended = True
-            return [self._parse(self._content)]
-        if self._ended or self._answer is None:
-            return []
-        try:
-            return await self._read_events(self._answer, self._events, seconds)
-        except (TimeoutError, ChannelError) as error:
-            raise self._http.translate(self._replica, error, self._scope) from error
-
-    async def follow(self, take: Callable[[A], None]) -> None:
-        """Give `take` the answer, or each event of a streamed one as it arrives. Raises as `read`, and what `take` raises."""
-        events = self._events
-        if events is None or self._answer is None:
-            for answer in await self.read():
-                take(answer)
+        Raises as `post`, EngineFailed if the answer reports an error, and what `take` raises."""
+        if self._answer is None:
+            self.ended = True
+            self._take([self._content], take)
             return
         timeline = TIMELINE.get()
 
         def hear(piece: bytes) -> bool:
             timeline.waited(ENGINE)
-            goes_on = self._take_piece(events, piece, take)
+            goes_on = not (self._take_piece(piece, take) or self.ended)
             if goes_on:
                 timeline.wait()
             return goes_on
 
+        timeline.wait()
         try:
-            timeline.wait()
-            done = await self._answer.follow(hear)
+            stopped = await self._answer.follow(hear, seconds)
         except (TimeoutError, ChannelError) as error:
             timeline.waited(ENGINE)
             raise self._http.translate(self._replica, error, self._scope) from error
-        if not done:
+        if not stopped:
             timeline.waited(ENGINE)
-            raise self._break_off()
-        self._end()
-
-    def _take_piece(self, events: EventDecoder, piece: bytes, take: Callable[[A], None]) -> bool:
-        """Give `take` the events that this part of a stream completes; False after the last."""
-        for event in events.feed(piece):
-            if event == b"[DONE]":
-                return False
-            take(self._parse(event))
-        return True
-
-    async def _read_events(self, answer: EngineResponse, decoder: EventDecoder, seconds: float | None) -> list[A]:
-        while not self._ended:
-            with Waiting(ENGINE):
-                piece = await answer.read_piece(seconds)
-            if piece is None:
-                return []
-            if not piece:
+            if stopped is False:
                 raise self._break_off()
-            events = decoder.feed(piece)
-            if b"[DONE]" in events:
-                del events[events.index(b"[DONE]") :]
-                self._end()
-            if events:
-                return self._parse_all(events)
-        return []
 
-    def _parse_all(self, events: list[bytes]) -> list[A]:
-        """As far as they can be parsed: what was sampled before an error is kept, and the error is raised by the next `read`."""
-        parsed: list[A] = []
-        try:
-            for event in events:
-                parsed.append(self._parse(event))
-        except VerbatimError as error:
-            if not parsed:
-                raise
-            self._error = error
-        return parsed
+    def _take_piece(self, piece: bytes, take: Callable[[list[A]], object]) -> bool:
+        """Give `take` the events that this part of a stream completes; whether it wants no more."""
+        return self._take(self._events.feed(piece), take)
 
-    def _parse(self, content: bytes) -> A:
+    def _take(self, contents: list[bytes], take: Callable[[list[A]], object]) -> bool:
+        """What is said before an error is taken before the error is raised, as it is where it arrives alone."""
+        taken: list[A] = []
+        done = False
         try:
-            answer = self._decode(content)
+            for content in contents:
+                if content == b"[DONE]":
+                    done = True
+                    break
+                answer = self._decode(content)
+                if answer.error:
+                    answer.check(self._replica, self._path, content)
+                taken.append(answer)
         except msgspec.DecodeError as error:
-            how = "streamed" if self._events is not None else f"answered {self._path} with"
+            how = "streamed" if self._stream else f"answered {self._path} with"
             raise EngineFailed(f"engine {self._replica.name} {how} something unexpected: {error}") from error
-        if answer.error:
-            answer.check(self._replica, self._path, content)
-        self._scope.heard_at = time.perf_counter()
-        return answer
+        finally:
+            if taken:
+                self._scope.heard_at = time.perf_counter()
+            enough = take(taken) if taken else None
+        if done:
+            self._end()
+        return enough is True
 
     def _break_off(self) -> EngineFailed:
         """The error for a stream that ended without [DONE]."""
-        if self._events is not None and (stray := self._events.stray):
+        if stray := self._events.stray:
             what = f"something unexpected: no event, but {stray!r}"
             return EngineFailed(f"engine {self._replica.name} answered {self._path} with {what}")
         if not self._scope.hung_up:
@@ -456,7 +418,7 @@ class ReplyStream(Generic[A]):
         return EngineFailed(f"engine {self._replica.name} broke off in the middle of a reply")
 
     def _end(self) -> None:
-        self._ended = True
+        self.ended = True
         self._replica.health.pass_call()
 
     def _leave(self, *, failed: bool) -> None:
@@ -474,19 +436,22 @@ class Frames(ReplyStream[Any]):
         super().__init__(*request)
         self._frames = FrameDecoder()
 
-    def _take_piece(self, events: EventDecoder, piece: bytes, take: Callable[[Any], None]) -> bool:
+    def _take_piece(self, piece: bytes, take: Callable[[list[Any]], object]) -> bool:
         try:
-            frames = self._frames.feed(piece)
+            self._frames.feed(piece)
         except msgspec.MsgspecError as error:
             raise EngineFailed(
                 f"engine {self._replica.name} answered {self._path} with something unexpected: {error}"
             ) from error
-        for frame in frames:
-            take(frame)
-        # The plan is the API server's work, and no sign that the engine behind it samples.
-        if frames and not isinstance(frames[-1], PlanFrame):
-            self._scope.heard_at = time.perf_counter()
-        return not (frames and isinstance(frames[-1], DoneFrame | FailedFrame))
+        finally:
+            frames = self._frames.found
+            # The plan is the API server's work, and no sign that the engine behind it samples.
+            if frames and not isinstance(frames[-1], PlanFrame):
+                self._scope.heard_at = time.perf_counter()
+            enough = take(frames) if frames else None
+        if frames and isinstance(frames[-1], DoneFrame | FailedFrame):
+            self._end()
+        return enough is True
 
 
 async def _read_refusal(

@@ -54,15 +54,19 @@ class Shouting(EngineKind):
     async def sample(self, replica, job, *, stream, emit):
         ids, begun = [], not stream
         body = {"ids": job.prompt_json, "stream": stream}
+
+        def take(events):
+            nonlocal begun
+            if not begun:
+                begun = True
+                emit(FirstToken())
+            for event in events:
+                ids.extend(event.ids)
+            if stream:
+                emit([Delta(0, "".join(map(chr, event.ids))) for event in events])
+
         async with self._http.receive(replica, "/shout", body, Event, job.scope, stream=stream) as answers:
-            while batch := await answers.read():
-                if not begun:
-                    begun = True
-                    emit(FirstToken())
-                for event in batch:
-                    ids += event.ids
-                    if stream:
-                        emit(Delta(0, "".join(map(chr, event.ids))))
+            await answers.follow(take)
         message = {"role": "assistant", "content": "".join(map(chr, ids))}
         spans = (Span(replica.weight_version, 0, len(ids)),)
         return EngineReply([EngineChoice(0, ids, [-0.5] * len(ids), spans, "stop", None, message)], None, len(job.prompt_ids))
