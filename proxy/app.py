@@ -27,7 +27,10 @@ from proxy.auth import Tokens, is_loopback
 from proxy.call.cache import SessionCache
 from proxy.call.door import HarnessApp
 from proxy.call.http import Application, BodyRoom, CallRate, CallSlots
+from proxy.call.images import ImageCache, ImageHook
+from proxy.call.lookahead import LookaheadHook
 from proxy.call.peers import Peers
+from proxy.call.replay import ForkHook, Replays
 from proxy.engine.apis.renderer import LocalRenderer
 from proxy.engine.pool.pool import EnginePool
 from proxy.engine.weights.keeper import WeightMetrics
@@ -109,7 +112,11 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
     renderer = LocalRenderer(settings.renderer, settings.renderer_options)
     pool = EnginePool(settings, engines, metrics=metrics, renderer=renderer)
     process, inflight = uuid.uuid4().hex, Inflight()
-    sessions, weights = SessionStore(store, process), WeightStore(store)
+    sessions, weights, media = SessionStore(store, process), WeightStore(store), MediaStore(store)
+    outbound = Outbound(settings.outbound_allow, on_loopback=is_loopback(settings.host))
+    sessions_bytes = find_session_bytes(1) if settings.session_cache_bytes is None else settings.session_cache_bytes
+    bounds = build_image_bounds(settings)
+    cache = SessionCache(sessions, settings.session_cache, sessions_bytes, settings.volatile_lines, bounds)
     services = Services(
         settings=settings,
         tokens=Tokens(settings.given_tokens),
@@ -122,22 +129,21 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
         engines=engines,
         clock=RedisClock(store),
         archive=ArchiveStore(store, sessions),
-        media=MediaStore(store),
+        media=media,
         pool=pool,
         renderer=renderer,
         updater=WeightUpdater(pool, weights, settings, WeightMetrics(metrics.registry, lambda: pool.replicas)),
-        cache=SessionCache(
-            sessions,
-            settings.session_cache,
-            find_session_bytes(1) if settings.session_cache_bytes is None else settings.session_cache_bytes,
-            settings.volatile_lines,
-            build_image_bounds(settings),
-        ),
+        cache=cache,
         inflight=inflight,
         peers=Peers(process, PeerStore(store), sessions, inflight, settings.close_wait_seconds),
         metrics=metrics,
         log_outs=LogOuts(store),
-        outbound=Outbound(settings.outbound_allow, on_loopback=is_loopback(settings.host)),
+        outbound=outbound,
+        hooks=(
+            ForkHook(Replays(pool, sessions, cache, metrics)),
+            LookaheadHook(pool, outbound),
+            ImageHook(ImageCache(media, settings.image_cache_bytes), pool.kinds),
+        ),
     )
     metrics.watch_engines(lambda: [*pool.replicas, *pool.draining], pool.seats.depths)
     metrics.watch(lambda: len(services.inflight))

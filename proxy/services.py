@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from proxy.auth import Tokens
     from proxy.call.cache import SessionCache
+    from proxy.call.hooks import CallHook
     from proxy.call.http import BodyRoom, CallRate, CallSlots
     from proxy.call.peers import Peers
     from proxy.engine.apis.renderer import LocalRenderer
@@ -47,6 +49,8 @@ class Services:
     peers: Peers
     metrics: Metrics
     outbound: Outbound
+    hooks: Sequence[CallHook]
+    """What joins calls, in this order: a reply that is replayed has no candidates, and images belong to the one that is chosen."""
     log_outs: LogOuts
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the service begins to stop: whoever only waits stops waiting."""

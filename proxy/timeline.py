@@ -27,7 +27,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, MutableMapping
 from contextvars import ContextVar
 from itertools import compress
 from types import TracebackType
@@ -225,6 +225,12 @@ long it is asked again: before it knew of the request, it would not have stopped
 _CUT = "the call was cut before it was sampled"
 
 
+class Abort(Protocol):
+    """Asks an engine to end a request; False if it cannot be asked. `again`: it was asked before."""
+
+    async def __call__(self, *, again: bool) -> bool: ...
+
+
 class CancelScope:
     """The one way to end a call early. `cancel` may come at any moment, from any task:
 
@@ -244,7 +250,7 @@ class CancelScope:
         """When the engine last told of a token or ended the reply, by `time.perf_counter`; 0 before."""
         self.done = asyncio.Event()
         """Set when the call is recorded, or will never be."""
-        self._abort: Callable[[], Awaitable[bool]] | None = None
+        self._abort: Abort | None = None
         self._ending: asyncio.Task[None] | None = None
         self._task: asyncio.Task[Any] | None = None
         self._close: Callable[[], None] | None = None
@@ -278,7 +284,7 @@ class CancelScope:
             self._task = self._close = None
 
     @contextlib.contextmanager
-    def sampling(self, abort: Callable[[], Awaitable[bool]]) -> Iterator[None]:
+    def sampling(self, abort: Abort) -> Iterator[None]:
         """Around the engine's work. `abort` asks the engine to end the request; False if it cannot be asked. Raises as `interruptible`."""
         with self.interruptible():
             self._abort, self.may_have_sampled = abort, True
@@ -326,7 +332,7 @@ class CancelScope:
         finally:
             self._limit = None
 
-    async def _end(self, abort: Callable[[], Awaitable[bool]]) -> None:
+    async def _end(self, abort: Abort) -> None:
         # Whoever ends the call may work for no session, or for another: a router in front of engines is told this one. The call's own
         # timeline goes on beside it.
         timeline = Timeline()
@@ -334,7 +340,9 @@ class CancelScope:
         TIMELINE.set(timeline)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ABORT_SECONDS):
-                while await abort():
+                again = False
+                while await abort(again=again):
+                    again = True
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(ABORT_PATIENCE_SECONDS):
                             await self.done.wait()

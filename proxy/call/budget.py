@@ -10,9 +10,6 @@ its process.
 
 from __future__ import annotations
 
-from typing import Any
-
-from proxy.call.turn import Turn
 from proxy.errors import BudgetExhausted
 from proxy.store.states import SessionInfo, Share
 from reconstruct.accounting import Settled
@@ -41,16 +38,17 @@ def find_spent(left: Share) -> str:
     return next((name for name, amount in parts.items() if amount is not None and amount < 1), "")
 
 
-def claim_share(turn: Turn, left: Share, held: Share, window: int | None) -> Share | None:
-    """What the call reserves of what is `left` beside what calls under way have `held`; None: too little, for the time being. `window`: the
-    most tokens that a prompt and its reply have together. Raises BudgetExhausted where the call is not covered, whatever becomes of the
-    others; calls under way are calls whatever becomes of them."""
-    info, n = turn.tree.info, turn.request.n
+def claim_share(
+    info: SessionInfo, n: int, max_tokens: int | None, left: Share, held: Share, window: int | None
+) -> Share | None:
+    """What a call of `n` choices reserves of what is `left` beside what calls under way have `held`; None: too little, for the time being.
+    `window`: the most tokens that a prompt and its reply have together. Raises BudgetExhausted where the call is not covered, whatever
+    becomes of the others; calls under way are calls whatever becomes of them."""
     if left.calls is not None and left.calls - (held.calls or 0) < n:
         raise _exhausted(info, "max_calls")
     if spent := find_spent(left):
         raise _exhausted(info, spent)
-    asked = [each for each in (turn.sampling.get("max_tokens"), window) if each]
+    asked = [each for each in (max_tokens, window) if each]
     sampled = _claim(left.completion_tokens, held.completion_tokens, n, min(asked, default=None), LEAST_TOKENS)
     total = _claim(left.total_tokens, held.total_tokens, n, window, None)
     return None if 0 in (sampled, total) else Share(n, sampled, total)
@@ -65,21 +63,20 @@ def _claim(left: int | None, held: int | None, n: int, wanted: int | None, least
     return min(most, free) if free >= (most if least is None else min(most, n * least)) else 0
 
 
-def fit_budget(turn: Turn, granted: Share, sampling: dict[str, Any], prompt_length: int = 0) -> None:
-    """Clamp max_tokens to what the call reserved beside the prompt. Raises BudgetExhausted where that is nothing."""
-    rooms = {"max_completion_tokens": granted.completion_tokens}
-    rooms["max_total_tokens"] = None if granted.total_tokens is None else granted.total_tokens - prompt_length * turn.request.n
-    for name, room in rooms.items():
-        if room is not None:
-            if room < turn.request.n:
-                raise _exhausted(turn.tree.info, name)
-            share = room // turn.request.n
-            sampling["max_tokens"] = min(sampling.get("max_tokens") or share, share)
+def find_rooms(info: SessionInfo, granted: Share, n: int, prompt_length: int) -> list[int]:
+    """How many tokens each of `n` choices may have, by each budget of which the call reserved `granted`. Raises BudgetExhausted where that
+    is none."""
+    left = {"max_completion_tokens": granted.completion_tokens}
+    left["max_total_tokens"] = None if granted.total_tokens is None else granted.total_tokens - prompt_length * n
+    for name, tokens in left.items():
+        if tokens is not None and tokens < n:
+            raise _exhausted(info, name)
+    return [tokens // n for tokens in left.values() if tokens is not None]
 
 
-def exhaust_total(turn: Turn) -> BudgetExhausted:
+def exhaust_total(info: SessionInfo) -> BudgetExhausted:
     """The error for a prompt that leaves nothing of the budget."""
-    return _exhausted(turn.tree.info, "max_total_tokens")
+    return _exhausted(info, "max_total_tokens")
 
 
 def cut_call(info: SessionInfo, settled: Settled, refused: bool) -> str | None:

@@ -16,15 +16,14 @@ from typing import Any, cast
 from urllib.parse import parse_qsl
 
 from proxy.auth import check_local, check_once, credential, key_opens, named_session, session_of_key
-from proxy.call.answer import FailureNotes, HarnessRequest, ReplyWriter
 from proxy.call.batch import ArrayMember, PromptArray
-from proxy.call.flow import Flow
 from proxy.call.http import JSON, BodySeat, Client, Receive, Route, Routes, Scope, Send, headers_of, read_body, refuse_encoding
-from proxy.call.media import ImageCache
 from proxy.call.observe import Observer
+from proxy.call.phases import Admitted
+from proxy.call.run import admit, count_tokens, run_call
 from proxy.call.session import Draft, ParseLane, Session
-from proxy.call.turn import Turn
 from proxy.call.window import TOKEN_BYTES, check_length
+from proxy.call.writer import FailureNotes, HarnessRequest, ReplyWriter
 from proxy.dialects.base import (
     MAX_SEALED_BYTES,
     Action,
@@ -79,18 +78,7 @@ class HarnessApp:
         self._settings = services.settings
         self.description: Callable[[], dict[str, Any]] = dict
         """Returns the service's OpenAPI document; set by whoever makes the application."""
-        self._flow = Flow(
-            services.settings,
-            services.pool,
-            services.sessions,
-            services.cache,
-            services.inflight,
-            services.peers,
-            services.metrics,
-            ImageCache(services.media, services.settings.image_cache_bytes),
-            services.outbound,
-        )
-        self._afterwork = FailureNotes(services.sessions, services.stopping)
+        self._failures = FailureNotes(services.sessions, services.stopping)
         self._observer = Observer.of(services.settings)
         self._dialects = dialects()
         self._routes = Routes(self._dialects.values())
@@ -131,7 +119,7 @@ class HarnessApp:
 
     async def settle(self) -> None:
         """Wait for what answered calls have left to store."""
-        await self._afterwork.settle()
+        await self._failures.settle()
         if self._observer is not None:
             await self._observer.close()
 
@@ -222,15 +210,14 @@ class HarnessApp:
         body, headers = incoming.body, exchange.headers
         # A large body takes a tenth of a second.
         digest = hash_bytes(body) if len(body) <= LARGE_BYTES else await asyncio.to_thread(hash_bytes, body)
-        recalled = None if tree.recording is None else await self._flow.recall(draft, tree.recording, request, digest, headers)
-        turn = exchange.turn = self._flow.admit(draft, request, digest, headers, exchange.timeline, recalled)
+        call = exchange.call = await admit(draft, request, digest, headers, exchange.timeline, self._services)
         if isinstance(exchange.client, ArrayMember):
-            exchange.client.take_turn(turn.call_id, request.n)
-        work = asyncio.create_task(self._run(exchange, turn))
+            exchange.client.take_turn(call.call_id, request.n)
+        work = asyncio.create_task(self._run(exchange, call))
         try:
             await asyncio.shield(work)
         except asyncio.CancelledError:
-            turn.scope.cancel()
+            call.scope.cancel()
             await asyncio.wait((work,))
             raise
 
@@ -269,49 +256,49 @@ class HarnessApp:
         with self._services.slots.take(tree.info.session_id) if part.number else nullcontext():
             await self._call(exchange, tree, route, incoming)
 
-    async def _run(self, exchange: HarnessRequest, turn: Turn) -> None:
-        answer = ReplyWriter(exchange, turn, self._services.metrics, self._settings.keepalive_seconds)
-        exchange.client.on_leave(turn.scope.cancel)
+    async def _run(self, exchange: HarnessRequest, call: Admitted) -> None:
+        out = ReplyWriter(exchange, call, self._services.metrics, self._settings.keepalive_seconds)
+        exchange.client.on_leave(call.scope.cancel)
         delivered = False
         try:
-            reply = await self._flow.run(turn, answer.emit)
+            reply = await run_call(call, out.emit, self._services)
         except VerbatimError as error:
-            await self._fail(turn, answer, error)
+            await self._fail(call, out, error)
         except RecursionError:
-            answer.fail(RequestError(TOO_DEEP))
+            out.fail(RequestError(TOO_DEEP))
         except asyncio.CancelledError:
             # Whoever waits for the answer must not wait for ever.
-            answer.fail(ServiceStopping(STOPPED) if self._services.stopping.is_set() else EngineFailed("the call was cut"))
+            out.fail(ServiceStopping(STOPPED) if self._services.stopping.is_set() else EngineFailed("the call was cut"))
             raise
         except Exception:
-            log.exception("session %s: call %s failed inside the service", turn.session_id, turn.call_id)
+            log.exception("session %s: call %s failed inside the service", call.session_id, call.call_id)
             failed = VerbatimError("the service failed inside; its log says where")
-            await self._afterwork.note_unserved(turn, failed)
-            answer.fail(failed)
+            await self._failures.note_unserved(call, failed)
+            out.fail(failed)
         else:
-            delivered = await self._deliver(exchange, turn, answer, reply)
+            delivered = await self._deliver(exchange, call, out, reply)
         finally:
-            shown = len(turn.call_ids) if turn.lookahead is None else 1
-            self._services.sessions.note_answered(turn.session_id, turn.call_ids[:shown], delivered=delivered)
-            if shown < len(turn.call_ids):
-                self._services.sessions.note_answered(turn.session_id, turn.call_ids[shown:], delivered=False)
+            shown = call.asked.n
+            self._services.sessions.note_answered(call.session_id, call.call_ids[:shown], delivered=delivered)
+            if shown < len(call.call_ids):
+                self._services.sessions.note_answered(call.session_id, call.call_ids[shown:], delivered=False)
 
-    async def _fail(self, turn: Turn, answer: ReplyWriter, error: VerbatimError) -> None:
-        if turn.scope.cancelled and self._services.stopping.is_set():
+    async def _fail(self, call: Admitted, out: ReplyWriter, error: VerbatimError) -> None:
+        if call.scope.cancelled and self._services.stopping.is_set():
             # The engine did not break off: this process hung up.
             error = ServiceStopping(STOPPED)
         if isinstance(error, (NotFound, Conflict)) and not isinstance(error, ReplayDiverged):
-            self._services.cache.forget(turn.session_id)
+            self._services.cache.forget(call.session_id)
         if error.status >= 500 or isinstance(error, (BudgetExhausted, ReplayDiverged)):
-            log.warning("session %s: call %s failed: %s", turn.session_id, turn.call_id, error.message)
-            await self._afterwork.note_unserved(turn, error)
-        answer.fail(error)
+            log.warning("session %s: call %s failed: %s", call.session_id, call.call_id, error.message)
+            await self._failures.note_unserved(call, error)
+        out.fail(error)
 
-    async def _deliver(self, exchange: HarnessRequest, turn: Turn, answer: ReplyWriter, reply: Reply) -> bool:
+    async def _deliver(self, exchange: HarnessRequest, call: Admitted, out: ReplyWriter, reply: Reply) -> bool:
         """Whether all of the reply, cut or not, went out to a harness that was still there."""
-        if turn.scope.cancelled:
-            await self._afterwork.note_unserved(turn, ServiceStopping(STOPPED))
-        delivered = await answer.finish(reply)
+        if call.scope.cancelled:
+            await self._failures.note_unserved(call, ServiceStopping(STOPPED))
+        delivered = await out.finish(reply)
         if exchange.timeline.step == REPLY:
             self._services.metrics.steps.took(exchange.timeline)
         return delivered
@@ -348,7 +335,7 @@ class HarnessApp:
         dialect = self._dialects[route.dialect]
         draft = Draft(tree, self._services.pool.window)
         request = await self._parse(draft, dialect.parse_count, incoming)
-        tokens = await self._flow.count(draft, request)
+        tokens = await count_tokens(draft, request, self._services)
         exchange.client.send_whole(200, JSON, cast(Counts, dialect).render_count(tokens))
 
     def _look_up(self, route: Route) -> bytes:

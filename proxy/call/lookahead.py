@@ -13,20 +13,25 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from proxy.call.turn import Sampled, Turn
+import msgspec
+
+from proxy.call.hooks import CallHook
+from proxy.call.judge import complete
+from proxy.call.phases import Arrival, Sampled
 from proxy.dialects.base import Request
 from proxy.engine.apis import reply as engine
-from proxy.errors import ChooserFailed, VerbatimError
+from proxy.engine.pool.pool import EnginePool
+from proxy.errors import ChooserFailed, EngineFailed, VerbatimError
 from proxy.outbound import Outbound, OutboundFailed
 from proxy.store.states import Lookahead, SessionInfo
 from proxy.timeline import ENGINE, Waiting
+from reconstruct.records import CHOSEN, LOOKAHEAD, NOT_CHOSEN
 
-Ask = Callable[[Turn, str, str, Sequence[str]], Coroutine[Any, Any, str]]
-"""What a model answers to a prompt, one of the texts if its engine can be told: (turn, model, prompt, texts)."""
+_replace = msgspec.structs.replace
 
 INSTRUCTION = """Below is a conversation of an AI agent, then numbered candidates for the agent's next message. Which candidate serves the
 agent's task best? Answer with its number and nothing else."""
@@ -34,45 +39,82 @@ LONGEST_CONVERSATION = 24_000
 """Characters of the conversation that a judge is shown: the beginning and the end of a longer one."""
 
 
-def find_lookahead(info: SessionInfo, request: Request, role: str) -> Lookahead | None:
-    """What applies to a request. A harness that asks for several choices chooses itself."""
-    ahead = info.lookahead
-    if ahead is None or request.n != 1 or (ahead.roles and role not in ahead.roles):
-        return None
-    return ahead
+class LookaheadHook(CallHook):
+    """Asks for the candidates of a session's `Lookahead`, and puts the chosen one first."""
+
+    def __init__(self, pool: EnginePool, outbound: Outbound) -> None:
+        self._pool = pool
+        self._outbound = outbound
+
+    def joins(self, info: SessionInfo, request: Request) -> bool:
+        # A harness that asks for several choices chooses itself.
+        return info.lookahead is not None and request.n == 1
+
+    async def admit(self, arrival: Arrival) -> None:
+        ahead = _find_lookahead(arrival.draft.tree.info)
+        if arrival.recorded is None and (not ahead.roles or arrival.purpose.role in ahead.roles):
+            arrival.request = replace(arrival.request, n=ahead.n)
+            arrival.withheld = True
+
+    async def after_sampling(self, sampled: Sampled) -> Sampled:
+        if not sampled.call.withheld:
+            return sampled
+        if sampled.is_broken:
+            return _mark(sampled, None)
+        if sampled.call.scope.cancelled:
+            return _replace(_mark(sampled, None), error=EngineFailed("the call was cut before a candidate was chosen"))
+        try:
+            chosen = await self._choose(sampled, _find_lookahead(sampled.call.session.info))
+        except ChooserFailed as error:
+            return _mark(_replace(sampled, is_broken=True, error=error), None)
+        return _mark(sampled, chosen)
+
+    async def _choose(self, sampled: Sampled, ahead: Lookahead) -> int:
+        """The index of the chosen candidate. Raises ChooserFailed."""
+        try:
+            async with asyncio.timeout(ahead.timeout_seconds):
+                with sampled.call.scope.interruptible():
+                    chosen = await self._find_best(sampled, ahead)
+        except TimeoutError as error:
+            raise ChooserFailed(f"the chooser '{ahead.choose}' did not choose within {ahead.timeout_seconds:g} s") from error
+        except ChooserFailed:
+            raise
+        except VerbatimError as error:
+            raise ChooserFailed(f"the chooser '{ahead.choose}' failed: {error.message}") from error
+        if not 0 <= chosen < len(sampled.choices):
+            raise ChooserFailed(f"the chooser '{ahead.choose}' chose {chosen} of {len(sampled.choices)} candidates")
+        return chosen
+
+    async def _find_best(self, sampled: Sampled, ahead: Lookahead) -> int:
+        if ahead.choose == "logprob":
+            means = [mean_logprob(each) for each in sampled.choices]
+            return means.index(max(means))
+        if ahead.choose == "model":
+            numbers = [str(at + 1) for at in range(len(sampled.choices))]
+            question = write_question(sampled.call.request, sampled.choices)
+            answer = await complete(self._pool, sampled.call.session_id, ahead.model or "", question, numbers)
+            return read_number(answer) - 1
+        return await _ask_endpoint(sampled, ahead, self._outbound)
 
 
-async def choose(sampled: Sampled, ahead: Lookahead, ask: Ask, outbound: Outbound) -> Sampled:
-    """The call with the chosen candidate first. Raises ChooserFailed."""
-    candidates, turn = sampled.outcome.choices, sampled.planned.turn
-    try:
-        async with asyncio.timeout(ahead.timeout_seconds):
-            with turn.scope.interruptible():
-                chosen = await _find_best(turn, candidates, ahead, ask, outbound)
-    except TimeoutError as error:
-        raise ChooserFailed(f"the chooser '{ahead.choose}' did not choose within {ahead.timeout_seconds:g} s") from error
-    except ChooserFailed:
-        raise
-    except VerbatimError as error:
-        raise ChooserFailed(f"the chooser '{ahead.choose}' failed: {error.message}") from error
-    if not 0 <= chosen < len(candidates):
-        raise ChooserFailed(f"the chooser '{ahead.choose}' chose {chosen} of {len(candidates)} candidates")
-    ordered = [candidates[chosen], *candidates[:chosen], *candidates[chosen + 1 :]]
-    choices = [replace(each, index=at) for at, each in enumerate(ordered)]
-    return replace(sampled, outcome=replace(sampled.outcome, choices=choices), chosen=True)
+def _find_lookahead(info: SessionInfo) -> Lookahead:
+    if info.lookahead is None:
+        raise RuntimeError("a session without a lookahead has no candidates")
+    return info.lookahead
 
 
-async def _find_best(
-    turn: Turn, candidates: Sequence[engine.EngineChoice], ahead: Lookahead, ask: Ask, outbound: Outbound
-) -> int:
-    if ahead.choose == "logprob":
-        means = [mean_logprob(each) for each in candidates]
-        return means.index(max(means))
-    if ahead.choose == "model":
-        numbers = [str(at + 1) for at in range(len(candidates))]
-        answer = await ask(turn, ahead.model or "", write_question(turn.request, candidates), numbers)
-        return read_number(answer) - 1
-    return await _ask_endpoint(turn, candidates, ahead, outbound)
+def _mark(sampled: Sampled, chosen: int | None) -> Sampled:
+    """The candidates marked, the chosen one first: only that one is for the harness."""
+    choices = sampled.choices
+    if chosen is not None:
+        ordered = [choices[chosen], *choices[:chosen], *choices[chosen + 1 :]]
+        choices = tuple(replace(each, index=at) for at, each in enumerate(ordered))
+    marks = {each.index: {LOOKAHEAD: NOT_CHOSEN} for each in choices}
+    reasons = {} if sampled.is_broken else {each.index: NOT_CHOSEN for each in choices}
+    if chosen is not None:
+        marks[0] = {LOOKAHEAD: CHOSEN}
+        reasons.pop(0, None)
+    return _replace(sampled, choices=choices, marks=marks, reasons=reasons)
 
 
 def mean_logprob(candidate: engine.EngineChoice) -> float:
@@ -101,14 +143,15 @@ def read_number(answer: str) -> int:
     return int(found[-1])
 
 
-async def _ask_endpoint(turn: Turn, candidates: Sequence[engine.EngineChoice], ahead: Lookahead, outbound: Outbound) -> int:
-    """What the endpoint chooses of `candidates`, counted from 0."""
+async def _ask_endpoint(sampled: Sampled, ahead: Lookahead, outbound: Outbound) -> int:
+    """What the endpoint chooses of the candidates, counted from 0."""
+    call = sampled.call
     url = ahead.url or ""
     body = {
-        "session_id": turn.session_id,
-        "call_id": turn.call_id,
-        "messages": turn.request.messages,
-        "tools": turn.request.tools,
+        "session_id": call.session_id,
+        "call_id": call.call_id,
+        "messages": call.request.messages,
+        "tools": call.request.tools,
         "candidates": [
             {
                 "message": each.message,
@@ -116,7 +159,7 @@ async def _ask_endpoint(turn: Turn, candidates: Sequence[engine.EngineChoice], a
                 "tokens": len(each.token_ids or ()),
                 "logprobs": each.logprobs,
             }
-            for each in candidates
+            for each in sampled.choices
         ],
     }
     try:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span, Tracer
 
-    from proxy.call.answer import HarnessRequest
+    from proxy.call.writer import HarnessRequest
 
 
 class Observer:
@@ -36,7 +36,7 @@ class Observer:
 
     def end(self, exchange: HarnessRequest) -> None:
         """The request is answered, or will not be."""
-        if exchange.turn is None and exchange.error is None and (exchange.client.status or 500) < 500:
+        if exchange.call is None and exchange.error is None and (exchange.client.status or 500) < 500:
             # A list of models, a count of tokens: no call, and nothing went wrong.
             return
         if exchange.timeline.trace is not None:
@@ -54,9 +54,9 @@ class Observer:
 
 def _outcome(exchange: HarnessRequest) -> str:
     """finished, aborted (cut by the harness, a close or a stop), failed, or refused: it never became a call."""
-    if exchange.turn is None:
+    if exchange.call is None:
         return "refused"
-    if exchange.turn.scope.cancelled:
+    if exchange.call.scope.cancelled:
         return "aborted"
     return "finished" if exchange.reply is not None else "failed"
 
@@ -95,28 +95,28 @@ def log_call(exchange: HarnessRequest) -> None:
 
 def fields_of(exchange: HarnessRequest) -> dict[str, Field]:
     """What is known of the call; None where it did not come so far."""
-    turn, reply, timeline, headers = exchange.turn, exchange.reply, exchange.timeline, exchange.headers
+    call, reply, timeline, headers = exchange.call, exchange.reply, exchange.timeline, exchange.headers
     now, first_token_at = time.perf_counter(), timeline.first_token_at
     return {
         "outcome": _outcome(exchange),
         "code": _code(exchange) or None,
         "http_status": exchange.client.status,
-        "session_id": turn.session_id if turn else None,
-        "call_id": turn.call_id if turn else None,
+        "session_id": call.session_id if call else None,
+        "call_id": call.call_id if call else None,
         "request_id": next((_cut(headers[name]) for name in _REQUEST_IDS if name in headers), None),
         "trace_id": timeline.trace.trace_id if timeline.trace else None,
         "dialect": exchange.dialect.name,
-        "model": _cut(turn.request.model) if turn else None,
-        "stream": turn.request.stream if turn else None,
+        "model": _cut(call.request.model) if call else None,
+        "stream": call.request.stream if call else None,
         "api": timeline.api or None,
         "replica": timeline.replica or None,
         "finish_reason": _cut(reply.choices[0].finish_reason) if reply and reply.choices else None,
-        "choices": turn.request.n if turn else None,
+        "choices": call.request.n if call else None,
         "prompt_tokens": reply.prompt_tokens if reply else None,
         "sampled_tokens": reply.completion_tokens if reply else None,
         "seconds": round(now - timeline.started_at, 4),
         "first_token_seconds": round(first_token_at - timeline.started_at, 4) if first_token_at is not None else None,
-        "engine_seconds": round(timeline.engine_seconds, 4) if turn else None,
+        "engine_seconds": round(timeline.engine_seconds, 4) if call else None,
     }
 
 
@@ -125,12 +125,12 @@ def attributes_of(exchange: HarnessRequest) -> dict[str, str | int | float | lis
     fields = fields_of(exchange)
     named = {f"verbatim.{name}": fields[name] for name in _OUR_OWN} | {theirs: fields[ours] for theirs, ours in _THEIRS.items()}
     found: dict[str, str | int | float | list[str]] = {name: value for name, value in named.items() if value is not None}
-    if exchange.turn is not None:
-        info = exchange.turn.tree.info
+    if exchange.call is not None:
+        info = exchange.call.session.info
         kept = {
             "verbatim.group_id": info.group_id,
             "verbatim.task_id": info.task_id,
-            "verbatim.role": exchange.turn.purpose.role,
+            "verbatim.role": exchange.call.purpose.role,
         }
         found |= {name: value for name, value in kept.items() if value}
         found["gen_ai.operation.name"] = exchange.dialect.operation

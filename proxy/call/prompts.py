@@ -11,22 +11,30 @@ them out as the very text. A stop token that the text does not show is no part o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
+from proxy.call.phases import Continuation, Planner, TokenPlan
+from proxy.call.plan import MESSAGES
 from proxy.call.session import Session
-from proxy.call.turn import Continuation, TokenPlan
 from proxy.dialects.base import HistoryMessage, Request
+from proxy.engine.apis.base import EngineKind
+from proxy.engine.apis.contact import EngineKinds
 from proxy.engine.apis.renderer import Tokenizer
+from proxy.engine.replica import Replica
 from reconstruct.messages import digest_message, root_key
 from reconstruct.prompt import IDS_UNKNOWN
 from reconstruct.records import NOT_CHOSEN, Call, Ids, order_key, pack_ids, shared_length
 
+if TYPE_CHECKING:
+    from proxy.services import Services
+
 _decode = msgspec.json.decode
 
 
-def prompt_continuation(tree: Session, request: Request, policy: str = "") -> Continuation:
+def find_prompt_parent(tree: Session, request: Request, policy: str = "") -> Continuation:
     """The call that the prompt, which `policy` is to answer, goes on from; the request's history is told accordingly."""
     root = root_key(policy, (), {})
     prompt = request.prompt or ""
@@ -59,27 +67,27 @@ async def plan_prompt(tree: Session, found: Continuation, request: Request, toke
         return TokenPlan(fresh.ids, None, fresh.ids, fresh.body)
     if known is None:
         return TokenPlan(fresh.ids, IDS_UNKNOWN, fresh.ids, fresh.body)
-    goes_on = await _going_on(tree, parent, prompt, fresh.ids, tokenizer)
+    goes_on = await _continue_text(tree, parent, prompt, fresh.ids, tokenizer)
     ids, reason = goes_on if goes_on is not None else (fresh.ids, "text_unproven")
     return TokenPlan(ids, reason, fresh.ids, fresh.body)
 
 
-async def _going_on(
+async def _continue_text(
     tree: Session, parent: Call, prompt: str, fresh: Ids, tokenizer: Tokenizer
 ) -> tuple[Ids, str | None] | None:
     """The parent's ids and those of the rest of the text, and why they do not extend it (None: they do)."""
     before, said = tree.forest.prompt_ids(parent.call_id), parent.node.completion_ids
     added = prompt[_text_end(tree, parent) - len(_reply_text(tree, parent)) :]
-    ids = await _joined(before, said, added, fresh, tokenizer)
+    ids = await _join_ids(before, said, added, fresh, tokenizer)
     if ids is not None:
         return ids, None
     if parent.finish_reason != "stop":
         return None
-    ids = await _joined(before, said[:-1], added, fresh, tokenizer)
+    ids = await _join_ids(before, said[:-1], added, fresh, tokenizer)
     return (ids, "stop_dropped") if ids is not None else None
 
 
-async def _joined(before: Ids, said: Ids, added: str, fresh: Ids, tokenizer: Tokenizer) -> Ids | None:
+async def _join_ids(before: Ids, said: Ids, added: str, fresh: Ids, tokenizer: Tokenizer) -> Ids | None:
     """`before`, `said` and the ids of what `added` says after `said`; None where the engine spells out something else."""
     if not len(said):
         return None
@@ -131,7 +139,7 @@ def _begins_with_text(tree: Session, prompt: str, call: Call) -> bool:
     if not _reply_text(tree, call):
         return False
     while True:
-        told = _told(tree, call)
+        told = _describe_prompt(tree, call)
         if told is None or not prompt.startswith(told[1], told[0]):
             return False
         if not told[0] or call.node.parent_id is None:
@@ -141,11 +149,11 @@ def _begins_with_text(tree: Session, prompt: str, call: Call) -> bool:
 
 def _text_end(tree: Session, call: Call) -> int:
     """Characters of the call's whole prompt and reply; 0 where they are not known as text."""
-    told = _told(tree, call)
+    told = _describe_prompt(tree, call)
     return told[0] + len(told[1]) if told is not None else 0
 
 
-def _told(tree: Session, call: Call) -> tuple[int, str] | None:
+def _describe_prompt(tree: Session, call: Call) -> tuple[int, str] | None:
     """(characters before it, what the call added: its new prompt and its reply); None for a prompt of ids."""
     if call.call_id in tree.told:
         return tree.told[call.call_id]
@@ -165,3 +173,29 @@ def _reply_text(tree: Session, call: Call) -> str:
 
 def _begins_with(ids: Ids, prefix: Ids) -> bool:
     return len(ids) >= len(prefix) and shared_length(ids, prefix) == len(prefix)
+
+
+class PromptPlanner:
+    """For requests with a prompt. A `Planner`."""
+
+    param = "prompt"
+    forges_tokens = False
+
+    def find_parent(self, session: Session, request: Request, policy: str = "") -> Continuation:
+        return find_prompt_parent(session, request, policy)
+
+    def check(self, request: Request, found: Continuation, kinds: EngineKinds, kind: EngineKind) -> None:
+        """A prompt has no parts."""
+
+    async def plan(
+        self, session: Session, request: Request, found: Continuation, kind: EngineKind, replica: Replica, services: Services
+    ) -> tuple[Continuation, TokenPlan]:
+        tokenizer = kind.tokenizer(replica, request, services.pool.kinds.id_text(session.info.session_id))
+        return found, await plan_prompt(session, found, request, tokenizer)
+
+
+_PROMPT = PromptPlanner()
+
+
+def choose_planner(request: Request) -> Planner:
+    return MESSAGES if request.prompt is None else _PROMPT

@@ -14,29 +14,26 @@ from typing import Any
 import msgpack
 import msgspec
 
+from proxy.call.phases import Continuation, Placed, Sampled
 from proxy.call.session import Session
-from proxy.call.turn import Continuation, Planned, Sampled
-from proxy.dialects.base import Choice, Delta, Request, tool_call_id
+from proxy.dialects.base import Choice, Delta, Reply, Request, tool_call_id
 from proxy.dialects.fields import UNPARSED, accepts, arguments_object
 from proxy.engine.apis import reply as engine
-from proxy.engine.apis.base import EngineKind
 from proxy.engine.apis.first_sample import TURN_END, TURN_END_UNKNOWN
 from proxy.engine.replica import Replica
+from proxy.services import Services
 from reconstruct.accounting import FROZEN
 from reconstruct.media import Media, agreed_length, shift
 from reconstruct.messages import chain, digest_message, hash_bytes, split_thought
 from reconstruct.prompt import IDS_UNKNOWN
 from reconstruct.records import (
     BASE_VERSIONS,
-    CHOSEN,
     CONTROL_TOKENS,
     INVALID_TOOL_CALL,
     LOGITS,
-    LOOKAHEAD,
     MASKED,
     MODEL,
     NO_TOKEN_IDS,
-    NOT_CHOSEN,
     PROCESSED,
     RAW,
     UNKNOWN_MODE,
@@ -53,74 +50,78 @@ from reconstruct.records import (
 _encode = msgspec.json.Encoder().encode
 
 
-def call_records(
-    sampled: Sampled, found: Continuation, choices: Sequence[Choice], *, frozen: bool, kind: EngineKind, engine_mode: str
-) -> list[Call]:
+def build_records(sampled: Sampled, found: Continuation, choices: Sequence[Choice], services: Services) -> list[Call]:
     """The record of every choice, the first one first: the others lean on its prompt instead of repeating it.
 
-    `found` is what the prompt's ids confirm; `choices` are the outcome's as the harness gets them. `frozen`: what was sampled is never
-    trained. `kind` is the engine's; `engine_mode` its vLLM's `--logprobs-mode`, "" if that is not known."""
-    planned, outcome = sampled.planned, sampled.outcome
-    turn = planned.turn
-    engine_seconds = turn.timeline.engine_seconds
-    own_seconds = max(0.0, time.perf_counter() - turn.clock - engine_seconds)
-    where = place(turn.tree, found, sampled.prompt_ids, sampled.branch_reason, sampled.media)
-    parameters = kind.parameters(turn.request, planned.plan.body if planned.plan is not None else {}, planned.sampling)
-    sampling, logprob_mode = describe_sampling(parameters), find_mode(parameters, engine_mode, kind.leaves_raw)
+    `found` is what the prompt's ids confirm; `choices` are the call's as the harness gets them."""
+    call, placed = sampled.call, sampled.placed
+    request, replica = call.request, placed.replica
+    engine_seconds = call.timeline.engine_seconds
+    own_seconds = max(0.0, time.perf_counter() - call.clock - engine_seconds)
+    branch_reason = None if placed.plan is None else placed.plan.branch_reason
+    where = locate(call.session, found, sampled.prompt_ids, branch_reason, sampled.media)
+    sampling, logprob_mode = _describe_distribution(placed, services)
     messages_from = found.reply_at + 1 if found.parent is not None else 0
-    messages = _encode(turn.request.messages[messages_from:])
-    all_marks = _marks(planned, messages_from)
-    calls: list[Call] = []
-    for each, choice in zip(outcome.choices, choices, strict=True):
-        node = _node(where, calls[0] if calls else None, each, logprob_mode)
-        quarantine_reason = _quarantine_reason(sampled, each, frozen)
-        marks = (
-            all_marks
-            if turn.lookahead is None
-            else {**all_marks, LOOKAHEAD: CHOSEN if _is_shown(sampled, each) else NOT_CHOSEN}
-        )
-        if each.base_spans:
-            marks = {
-                **marks,
-                BASE_VERSIONS: _encode([(span.version, span.start, span.end) for span in each.base_spans]).decode(),
-            }
+    messages, count = _encode(request.messages[messages_from:]), len(request.messages)
+    frozen = services.pool.is_frozen(replica, request.model)
+    marks = _find_marks(placed, messages_from)
+    records: list[Call] = []
+    for each, choice in zip(sampled.choices, choices, strict=True):
         aborted = each.finish_reason == "abort"
-        invalid = has_invalid_call(turn.request, choice.message, choice.finish_reason, each.text)
-        calls.append(
-            Call(
-                call_id=choice.call_id,
-                session_id=turn.session_id,
-                node=node,
-                dialect=turn.request.dialect,
-                api=planned.replica.api or "chat",
-                status="failed" if outcome.broken is not None else "aborted" if aborted else "finished",
-                role=turn.purpose.role,
-                agent=turn.purpose.agent,
-                finish_reason=each.finish_reason if aborted else choice.finish_reason,
-                stop_reason=each.stop_reason,
-                sampling=sampling,
-                root_key=found.dress,
-                fingerprint=found.fingerprint,
-                reply_fingerprint=chain(found.fingerprint, [digest_message(choice.message)])[-1],
-                message_count=len(turn.request.messages),
-                messages_from=messages_from,
-                messages=messages,
-                reply=_encode(choice.message),
-                preamble=b"" if node.parent_id else _preamble(turn.request),
-                digest=turn.digest,
-                projection=found.projection,
-                replica=planned.replica.name,
-                started_at=turn.started_at,
-                engine_seconds=engine_seconds,
-                own_seconds=own_seconds,
-                trainable=not quarantine_reason,
-                quarantine_reason=quarantine_reason,
-                marks={**marks, INVALID_TOOL_CALL: "true"} if invalid else marks,
-                role_source=turn.purpose.source,
-                engine_tool_call_ids=_engine_ids(each, choice),
-            )
+        node = _node(where, records[0] if records else None, each, logprob_mode)
+        reason = _find_quarantine(sampled, each, frozen)
+        record = Call(
+            call_id=choice.call_id,
+            session_id=call.session_id,
+            node=node,
+            dialect=request.dialect,
+            api=replica.api or "chat",
+            status="failed" if sampled.is_broken else "aborted" if aborted else "finished",
+            role=call.purpose.role,
+            agent=call.purpose.agent,
+            finish_reason=each.finish_reason if aborted else choice.finish_reason,
+            stop_reason=each.stop_reason,
+            sampling=sampling,
+            root_key=found.dress,
+            fingerprint=found.fingerprint,
+            reply_fingerprint=chain(found.fingerprint, [digest_message(choice.message)])[-1],
+            message_count=count,
+            messages_from=messages_from,
+            messages=messages,
+            reply=_encode(choice.message),
+            preamble=b"" if node.parent_id else _preamble(request),
+            digest=call.digest,
+            projection=found.projection,
+            replica=replica.name,
+            started_at=call.started_at,
+            engine_seconds=engine_seconds,
+            own_seconds=own_seconds,
+            trainable=not reason,
+            quarantine_reason=reason,
+            marks=_label(sampled, each, choice, marks),
+            role_source=call.purpose.source,
+            engine_tool_call_ids=_engine_ids(each, choice),
         )
-    return calls
+        records.append(record)
+    return records
+
+
+def _describe_distribution(placed: Placed, services: Services) -> tuple[Sampling, str]:
+    """The parameters in effect, and what the logprobs were taken from."""
+    kind, body = placed.kind, {} if placed.plan is None else placed.plan.body
+    parameters = kind.parameters(placed.call.request, body, placed.sampling)
+    mode = placed.replica.find_logprob_mode(services.settings.engine_logprob_modes)
+    return describe_sampling(parameters), find_mode(parameters, mode, kind.leaves_raw)
+
+
+def _label(sampled: Sampled, each: engine.EngineChoice, choice: Choice, marks: Mapping[str, str]) -> Mapping[str, str]:
+    """The marks of one choice, beside those of the call."""
+    own = dict(sampled.marks.get(each.index, {}))
+    if each.base_spans:
+        own[BASE_VERSIONS] = _encode([(span.version, span.start, span.end) for span in each.base_spans]).decode()
+    if has_invalid_call(sampled.call.request, choice.message, choice.finish_reason, each.text):
+        own[INVALID_TOOL_CALL] = "true"
+    return {**marks, **own} if own else marks
 
 
 def _engine_ids(sampled: engine.EngineChoice, choice: Choice) -> tuple[str, ...]:
@@ -156,7 +157,7 @@ class TreePosition:
     media: tuple[Media, ...] = ()
 
 
-def place(
+def locate(
     tree: Session, found: Continuation, prompt_ids: Ids | None, branch_reason: str | None, media: tuple[Media, ...] = ()
 ) -> TreePosition:
     """Where `prompt_ids` (None: not known) with their `media` hang: on the parent where they begin with all of its ids, else on the call
@@ -215,35 +216,28 @@ def _asked_before(tree: Session, found: Continuation, parent_id: str | None) -> 
     return any(call.node.parent_id == parent_id and call.root_key == found.dress for call in asked)
 
 
-def _marks(planned: Planned, messages_from: int) -> Mapping[str, str]:
+def _find_marks(placed: Placed, messages_from: int) -> Mapping[str, str]:
     """What the harness said of the call, who sampled it, and the control tokens in its new messages."""
-    marks, request, found = planned.turn.marks, planned.turn.request, planned.found
-    if found.parent is not None and planned.turn.tree.model(found.parent.call_id) != request.model:
+    call, found = placed.call, placed.found
+    marks, request = call.marks, call.request
+    if found.parent is not None and call.session.model(found.parent.call_id) != request.model:
         marks = {**marks, MODEL: request.model}
-    if planned.replica.policy:
-        marks = {**marks, "policy": planned.replica.policy}
-    if request.prompt is not None or (planned.plan is not None and planned.plan.keeps_text_apart):
-        # A prompt is written with its control tokens, and what is read as text forges nothing.
+    if placed.replica.policy:
+        marks = {**marks, "policy": placed.replica.policy}
+    if not call.planner.forges_tokens or (placed.plan is not None and placed.plan.keeps_text_apart):
         return marks
     controls = control_tokens(request.messages[messages_from:], () if messages_from else request.tools)
     return {**marks, CONTROL_TOKENS: _encode(controls).decode()} if controls else marks
 
 
-def _quarantine_reason(call: Sampled, sampled: engine.EngineChoice, frozen: bool) -> str:
+def _find_quarantine(sampled: Sampled, each: engine.EngineChoice, frozen: bool) -> str:
     """Why the choice is not to be trained, "" where it is."""
-    if call.prompt_ids is None or sampled.token_ids is None:
+    if sampled.prompt_ids is None or each.token_ids is None:
         return NO_TOKEN_IDS
-    if call.media and not {*sampled.token_ids}.isdisjoint(call.placeholders):
+    if sampled.placeholders and not {*each.token_ids}.isdisjoint(sampled.placeholders):
         # Whoever computes logprobs from pixels would look for an image behind it.
         return "placeholder_sampled"
-    if not _is_shown(call, sampled) and call.outcome.broken is None:
-        return NOT_CHOSEN
-    return FROZEN if frozen else ""
-
-
-def _is_shown(call: Sampled, sampled: engine.EngineChoice) -> bool:
-    """Whether the choice is one for the harness."""
-    return call.planned.turn.lookahead is None or (call.chosen and sampled.index == 0)
+    return sampled.reasons.get(each.index) or (FROZEN if frozen else "")
 
 
 def _node(where: TreePosition, sibling: Call | None, sampled: engine.EngineChoice, logprob_mode: str) -> Node:
@@ -291,10 +285,14 @@ def _mint_call(call: Mapping[str, Any], call_id: str) -> Mapping[str, Any]:
     return call
 
 
-def minted_choice(sampled: engine.EngineChoice, call_ids: Sequence[str], *, forced_tool: bool) -> Choice:
-    """The choice as the harness gets it: ids minted, finish reason in the chat words. A tool that the request forced by name
+def mint_choices(sampled: Sampled) -> list[Choice]:
+    """The choices as the harness gets them: ids minted, finish reasons in the chat words. A tool that the request forced by name
     ends with "stop"; a reply the engine cut short reads as cut by length."""
-    call_id = call_ids[sampled.index]
+    forced = isinstance(sampled.call.request.forward.get("tool_choice"), dict)
+    return [_mint_choice(each, sampled.call.call_ids[each.index], forced_tool=forced) for each in sampled.choices]
+
+
+def _mint_choice(sampled: engine.EngineChoice, call_id: str, *, forced_tool: bool) -> Choice:
     message = dict(sampled.message)
     calls = message.get("tool_calls")
     if calls:
@@ -315,6 +313,19 @@ def minted_choice(sampled: engine.EngineChoice, call_ids: Sequence[str], *, forc
         stop_reason=sampled.stop_reason,
         token_ids=sampled.token_ids or (),
     )
+
+
+def build_reply(sampled: Sampled, choices: list[Choice]) -> Reply:
+    """The reply with these of the call's choices."""
+    call, prompt_ids = sampled.call, sampled.prompt_ids
+    tokens = sampled.prompt_tokens or (0 if prompt_ids is None else len(prompt_ids))
+    reply = Reply(call.call_id, call.request.model, int(call.started_at), tokens, choices, sampled.cached_tokens)
+    if call.request.wants_ids and prompt_ids is not None:
+        reply.prompt_ids = prompt_ids.tolist()
+    if len(choices) == len(sampled.choices):
+        # Of candidates that are not shown the engine counts the tokens too.
+        reply.counted_tokens = sampled.completion_tokens
+    return reply
 
 
 # Tool calls of a reply, judged against the tools that were offered, and by what the model sampled.

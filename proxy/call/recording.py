@@ -11,7 +11,6 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from proxy.dialects.base import read_model
-from proxy.errors import ReplayDiverged
 from proxy.images import images_in
 from proxy.store.states import Fork
 from reconstruct.accounting import NOT_DELIVERED, settle
@@ -34,30 +33,6 @@ class RecordedRequest:
     @property
     def first(self) -> Call:
         return self.calls[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """A fork's request is answered with recorded calls."""
-
-    recording: Recording
-    calls: Sequence[Call]
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    error: ReplayDiverged
-
-
-@dataclass(frozen=True, slots=True)
-class Live:
-    """A fork's request is sampled, and recorded with `marks`."""
-
-    marks: Mapping[str, str]
-
-
-Recalled = Replayed | Refused | Live
-"""What the recording makes of a fork's request."""
 
 
 class Recording:

@@ -21,10 +21,12 @@ from typing import Any
 import msgspec
 
 from proxy.call.cache import SessionCache
-from proxy.call.prompts import prompt_continuation
-from proxy.call.recording import Live, Recalled, RecordedRequest, Recording, Refused, Replayed, Stored
-from proxy.call.session import Draft, Session
-from proxy.call.turn import Continuation, continuation, remember
+from proxy.call.hooks import CallHook
+from proxy.call.phases import Admitted, Arrival, Continuation, Emit
+from proxy.call.plan import keep_history
+from proxy.call.prompts import choose_planner
+from proxy.call.recording import RecordedRequest, Recording, Stored
+from proxy.call.session import Session
 from proxy.dialects.base import Choice, Delta, HistoryMessage, Reply, Request, read_model
 from proxy.dialects.responses_stored import GIVEN, describes_alike
 from proxy.engine.pool.pool import EnginePool
@@ -32,6 +34,7 @@ from proxy.errors import EngineFailed, ReplayDiverged, Unavailable, VerbatimErro
 from proxy.metrics import Metrics
 from proxy.store.sessions import SessionStore
 from proxy.store.sessions import digest as digest_record
+from proxy.store.states import SessionInfo
 from proxy.timeline import CancelScope
 from reconstruct.codec import encode
 from reconstruct.media import shift
@@ -66,6 +69,58 @@ class Unmatched:
     differs: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A fork's request is answered with recorded calls. A `RecordedAnswer`."""
+
+    recording: Recording
+    calls: Sequence[Call]
+
+    async def give(self, call: Admitted, emit: Emit) -> Reply:
+        reply = build_reply(self.recording, call.request, self.calls)
+        pace = self.recording.fork.tokens_per_second
+        if pace is not None and call.request.stream:
+            await play(call.request, reply, emit, pace, call.scope)
+        return reply
+
+
+@dataclass(frozen=True, slots=True)
+class Diverged:
+    """A fork's request that was not recorded, and is not to be sampled. A `RecordedAnswer`."""
+
+    error: ReplayDiverged
+
+    async def give(self, call: Admitted, emit: Emit) -> Reply:
+        raise self.error
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A fork's request is sampled, and recorded with `marks`."""
+
+    marks: Mapping[str, str]
+
+
+class ForkHook(CallHook):
+    """Answers requests of a fork from its recording."""
+
+    def __init__(self, replays: Replays) -> None:
+        self._replays = replays
+
+    def joins(self, info: SessionInfo, request: Request) -> bool:
+        return info.replay is not None
+
+    async def admit(self, arrival: Arrival) -> None:
+        recalled = await self._replays.recall(arrival)
+        if isinstance(recalled, Live):
+            arrival.marks = {**arrival.marks, **recalled.marks}
+            return
+        arrival.recorded = recalled
+        if isinstance(recalled, Replayed):
+            arrival.call_ids = [call.call_id for call in recalled.calls]
+            arrival.started_at = recalled.calls[0].started_at
+
+
 class Replays:
     def __init__(self, pool: EnginePool, sessions: SessionStore, trees: SessionCache, metrics: Metrics) -> None:
         self._pool = pool
@@ -73,24 +128,26 @@ class Replays:
         self._trees = trees
         self._metrics = metrics
 
-    async def recall(self, draft: Draft, recording: Recording, request: Request, digest: bytes, *, retry: bool) -> Recalled:
-        """What the recording makes of the request; recorded calls stand in the fork's tree when this returns. Raises as the store, and
+    async def recall(self, arrival: Arrival) -> Replayed | Diverged | Live:
+        """What the recording makes of a fork's request; recorded calls stand in the fork's tree when this returns. Raises as the store, and
         Conflict or NotFound for a session that takes no calls."""
-        tree = draft.tree
+        tree, request, recording = arrival.draft.tree, arrival.request, arrival.draft.tree.recording
+        if recording is None:
+            raise RuntimeError("a session that is no fork replays nothing")
         policy = self._find_policy(recording, request.model)
-        find = continuation if request.prompt is None else prompt_continuation
+        find = choose_planner(request).find_parent
         for _ in range(_TRIES):
             found = find(tree, request, policy)
-            match = match_request(tree, recording, request, digest, found)
-            if isinstance(match, Match) and match.again and not retry and await self._was_delivered(tree, match):
+            match = match_request(tree, recording, request, arrival.digest, found)
+            if isinstance(match, Match) and match.again and not arrival.is_retry and await self._was_delivered(tree, match):
                 match = Unmatched(match.mark)
             if isinstance(match, Unmatched):
                 # Another process may have recorded what this one continues.
                 if match.live or not await self._trees.refresh(tree):
                     return self._sample(tree, recording, request, found, match)
             elif await self._take(tree, recording, request, found, match):
-                draft.keep()
-                remember(tree, found)
+                arrival.draft.keep()
+                keep_history(tree, found)
                 self._trees.weigh(tree)
                 self._metrics.recalled("replayed")
                 return Replayed(recording, match.recorded.calls)
@@ -126,7 +183,7 @@ class Replays:
 
     def _sample(
         self, tree: Session, recording: Recording, request: Request, found: Continuation, match: Unmatched
-    ) -> Live | Refused:
+    ) -> Live | Diverged:
         marks = {REPLAY: match.mark} if match.mark else {}
         if match.differs:
             marks[DIFFERS] = "true"
@@ -137,7 +194,7 @@ class Replays:
             return Live(marks)
         reason = explain_divergence(recording, request, found, self._find_policy(recording, request.model))
         where = f"session '{tree.info.session_id}' replays session '{recording.fork.session_id}', where this was not asked"
-        return Refused(ReplayDiverged(f"{where}: {reason}"))
+        return Diverged(ReplayDiverged(f"{where}: {reason}"))
 
 
 def match_request(

@@ -7,13 +7,13 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 from proxy.errors import EngineUnavailable
-from proxy.timeline import CancelScope
+from proxy.timeline import Abort, CancelScope
 from reconstruct.records import Span
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class Served:
     adapter: bool = False
     version: int | None = None
     root: str | None = None
-    aborts: set[Callable[[], Awaitable[bool]]] = field(default_factory=set, compare=False)
+    aborts: set[Abort] = field(default_factory=set, compare=False)
 
     def read_spans(self, base: Sequence[Span]) -> tuple[Span, ...]:
         """The versions of a choice's tokens, of which `base` are those of the engine's base model; empty where any is unknown. New weights
@@ -334,6 +334,10 @@ class Replica:
     def has_room(self) -> bool:
         """Whether the engine can take another call."""
         return not self.max_calls or sum(replica.in_flight for replica in self.engine) < self.max_calls
+
+    def find_logprob_mode(self, modes: Mapping[str, str]) -> str:
+        """vLLM's `--logprobs-mode`: as it says itself, else as its operator says of its policy's engines (`modes`); "" if neither does."""
+        return self.logprob_mode or modes.get(self.policy) or modes.get(self.host.policy) or ""
 
     def serve(self, asked: str) -> Served:
         """What a call for `asked` is sampled from now."""

@@ -21,8 +21,8 @@ ENGINE, MESSAGES, IDS = "engine: HTTP, JSON, choice of a replica", "messages: di
     ("inner", "part"),
     [
         ("run_asgi (uvicorn/protocols/http/httptools_impl.py:422);Harness.__call__ (proxy/call/door.py:59)", "harness HTTP"),
-        ("Flow.run (proxy/call/flow.py:9);ask (proxy/engine/wire/http.py:7);dumps (json/encoder.py:3)", ENGINE),
-        ("Flow.run (proxy/call/flow.py:9);wait (asyncio/tasks.py:428)", "flow: tasks, generators, metrics"),
+        ("run_call (proxy/call/run.py:9);ask (proxy/engine/wire/http.py:7);dumps (json/encoder.py:3)", ENGINE),
+        ("run_call (proxy/call/run.py:9);wait (asyncio/tasks.py:428)", "flow: tasks, generators, metrics"),
         ("parse (proxy/dialects/chat.py:3);encode (msgpack/__init__.py:3)", MESSAGES),
         ("read (proxy/engine/apis/reply.py:3)", IDS),
         ("begin (proxy/store/sessions.py:3);pack (redis/connection.py:9)", "Redis client"),

@@ -75,7 +75,7 @@ class Side:
         httpx.post(f"{self.relay.url}/reset_prefix_cache", verify=False).raise_for_status()
         with pytest.MonkeyPatch.context() as patch:
             ids = itertools.count(1)
-            patch.setattr("proxy.call.flow.new_call_id", lambda: f"{next(ids):024x}")
+            patch.setattr("proxy.call.run.new_call_id", lambda: f"{next(ids):024x}")
             played = self.service.session(**session)
             read = script(played, stream)
         asked = (self.relay.asked[SAMPLE] > 0, self.relay.asked[GENERATE] > 0)

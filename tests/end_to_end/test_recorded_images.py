@@ -74,7 +74,7 @@ def record(engine: VisionEngine, redis_server: RedisServer, *, plugin: bool, str
     """The calls, the one row and its images. Call ids are alike, since templates may show them."""
     with serving(engine, redis_server, plugin=plugin) as (relay, service), pytest.MonkeyPatch.context() as patch:
         ids = itertools.count(1)
-        patch.setattr("proxy.call.flow.new_call_id", lambda: f"{next(ids):024x}")
+        patch.setattr("proxy.call.run.new_call_id", lambda: f"{next(ids):024x}")
         session = service.session(sampling=SAMPLING)
         calls = play(session, stream=stream)
         assert (relay.asked[SAMPLE] > 0) == plugin

@@ -38,8 +38,8 @@ FAULTS = (
     ),
     Fault(
         "A call of an adapter says the version that was pushed while it was sampled.",
-        "            choice.spans = served.read_spans(choice.spans)\n",
-        "            choice.spans = replica.served.read_spans(choice.spans)\n",
+        "        spans = job.served.read_spans\n",
+        "        spans = placed.replica.served.read_spans\n",
         "tests/proxy/test_adapters.py -k 'every_token'",
     ),
     Fault(
@@ -69,8 +69,8 @@ FAULTS = (
     ),
     Fault(
         "The session's sampling overrides are ignored: an agent samples at a temperature of its own.",
-        "            sampling={**request.sampling, **overrides(info.sampling)},\n",
-        "            sampling={**overrides(info.sampling), **request.sampling},\n",
+        "        {**request.sampling, **_find_overrides(info.sampling)},\n",
+        "        {**_find_overrides(info.sampling), **request.sampling},\n",
         _FLOW + "'session_overrides'",
     ),
     Fault(
@@ -119,18 +119,16 @@ FAULTS = (
     # Records
     Fault(
         "The engine samples before the intent is written: a crash loses the call without a trace.",
-        "        found, granted = await self._begin(turn, replica)\n        try:\n",
-        "        find = continuation if turn.request.prompt is None else prompt_continuation\n"
-        "        found, granted = find(turn.tree, turn.request, replica.policy), NO_SHARE\n"
-        "        asyncio.ensure_future(self._begin(turn, replica))\n        try:\n",
+        "    found, granted = await begin(call, replica, services)\n    try:\n",
+        "    found, granted = call.planner.find_parent(call.session, call.request, replica.policy), NO_SHARE\n"
+        "    asyncio.ensure_future(begin(call, replica, services))\n    try:\n",
         "tests/proxy/call/test_intent_first.py -k 'on_its_way or cannot_be_written'",
     ),
     Fault(
         "The harness hears the end of a reply before its record is stored.",
-        "            created_at = turn.tree.info.created_at\n"
-        "            total = await self._sessions.commit(turn.session_id, turn.call_id, records, size, created_at=created_at)\n",
-        "            total = turn.tree.known + len(calls)\n"
-        "            asyncio.ensure_future(self._sessions.commit(turn.session_id, turn.call_id, records, size))\n",
+        "        return await services.sessions.commit(call.session_id, call.call_id, encoded, size, created_at=created_at)\n",
+        "        asyncio.ensure_future(services.sessions.commit(call.session_id, call.call_id, encoded, size))\n"
+        "        return call.session.known + len(records)\n",
         _FLOW + "'ends_only_when'",
     ),
     Fault(
@@ -141,13 +139,13 @@ FAULTS = (
     ),
     Fault(
         "A call that its harness broke off is not recorded, though tokens were sampled.",
-        "        if turn.scope.cancelled and not has_content:\n",
-        "        if turn.scope.cancelled:\n",
+        '    if call.scope.cancelled and not any(each.token_ids or each.message.get("content") for each in sampled.choices):\n',
+        "    if call.scope.cancelled:\n",
         _FLOW + "'goes_away_ends or aborted_turn'",
     ),
     Fault(
         "Nobody is told that an engine reports no token ids: its replies look like such that sampled nothing.",
-        "    if call.prompt_ids is None or sampled.token_ids is None:\n        return NO_TOKEN_IDS\n",
+        "    if sampled.prompt_ids is None or each.token_ids is None:\n        return NO_TOKEN_IDS\n",
         "",
         "tests/proxy/engine/apis/test_plain_servers.py -k 'quarantined'",
     ),
@@ -159,8 +157,8 @@ FAULTS = (
     ),
     Fault(
         "What a frozen model says is trained.",
-        '    return FROZEN if frozen else ""\n',
-        '    return ""\n',
+        '    return sampled.reasons.get(each.index) or (FROZEN if frozen else "")\n',
+        '    return sampled.reasons.get(each.index, "")\n',
         "tests/proxy/engine/pool/test_replicas.py -k 'frozen'",
     ),
     Fault(
@@ -184,18 +182,16 @@ FAULTS = (
     ),
     Fault(
         "A store that is away while a call is committed is passed over, and the reply goes out unrecorded.",
-        "            created_at = turn.tree.info.created_at\n"
-        "            total = await self._sessions.commit(turn.session_id, turn.call_id, records, size, created_at=created_at)\n",
-        "            created_at = turn.tree.info.created_at\n            try:\n"
-        "                total = await self._sessions.commit(turn.session_id, turn.call_id, records, size, created_at=created_at)\n"
-        "            except StoreUnavailable:\n"
-        "                total = 0\n",
+        "        return await services.sessions.commit(call.session_id, call.call_id, encoded, size, created_at=created_at)\n",
+        "        with contextlib.suppress(StoreUnavailable):\n"
+        "            return await services.sessions.commit(call.session_id, call.call_id, encoded, size, created_at=created_at)\n"
+        "        return 0\n",
         "tests/proxy/store/test_faults.py -k 'never_takes'",
     ),
     Fault(
         "A call that an engine broke off is answered as if its reply was whole.",
-        "            raise failed or EngineFailed(sampled.outcome.broken)\n",
-        "            pass\n",
+        "        raise sampled.error\n",
+        "        pass\n",
         "tests/proxy/engine/apis/test_ids_api.py -k 'breaks_off'",
     ),
     Fault(

@@ -17,7 +17,7 @@ class Closable:
         self.closed = True
 
 
-async def refuse() -> bool:
+async def refuse(*, again: bool) -> bool:
     return False
 
 
@@ -82,8 +82,9 @@ async def test_an_engine_is_asked_to_end_a_call_until_it_has() -> None:
     """Asked before it knew of the request, it would not have stopped."""
     scope, answer, times = CancelScope("s", "c"), Closable(), 0
 
-    async def abort() -> bool:
+    async def abort(*, again: bool) -> bool:
         nonlocal times
+        assert again == (times > 0)
         times += 1
         if times == 2:
             scope.done.set()
@@ -103,7 +104,7 @@ async def test_an_engine_that_does_not_end_a_call_in_time_is_hung_up_on(monkeypa
     monkeypatch.setattr("proxy.timeline.ABORT_SECONDS", 0.01)
     scope, answer = CancelScope("s", "c"), Closable()
 
-    async def hang() -> bool:
+    async def hang(*, again: bool) -> bool:
         await asyncio.sleep(60)
         return True
 

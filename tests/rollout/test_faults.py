@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.call.answer import FailureNotes
+from proxy.call.writer import FailureNotes
 from proxy.errors import BudgetExhausted, EngineFailed, StoreUnavailable
 from proxy.store.connection import StoreConnection
 from proxy.store.states import Unserved
@@ -502,7 +502,7 @@ async def test_an_agent_whose_last_call_the_engine_failed_is_tried_again(
 
 
 async def test_a_call_that_the_store_failed_is_noted_once_that_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.call.answer._LATER_SECONDS", 0.01)
+    monkeypatch.setattr("proxy.call.writer._LATER_SECONDS", 0.01)
     noted: list[Unserved] = []
     away = count(-3)
 

@@ -10,13 +10,13 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 
-from proxy.dialects.base import Delta, FirstToken, Request
+from proxy.dialects.base import Delta, FirstToken, PromptReady, Request
 from proxy.engine.apis.evidence import LABEL, PLUGIN, START, Source
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.renderer import LocalRenderer, Rendered, Tokenizer
@@ -29,7 +29,7 @@ from proxy.errors import EngineUnavailable, VerbatimError
 from proxy.images import data_url, write_images
 from proxy.timeline import CancelScope
 from reconstruct.media import Ranges
-from reconstruct.prompt import Parent, Prompt, Rendering
+from reconstruct.prompt import Parent, Rendering
 from reconstruct.records import Ids, pack_ids
 
 NO_IDS = pack_ids([])
@@ -38,11 +38,10 @@ DETOKENIZE_CONCURRENCY = 16
 """Requests in flight at an engine that spells one group of ids at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlanRequest:
+class PlanRequest(msgspec.Struct, frozen=True):
     """What a replica needs that plans the prompt itself: the parent, if any, the template's turn end, if known, and the room in tokens
-    for the prompt and the reply of every choice (None: unlimited). `take` gets the plan, and a generate body with the engine's own
-    sampling, before anything is emitted.
+    for the prompt and the reply of every choice (None: unlimited). `check` raises RequestError for a prompt with images in these ranges
+    that must not be sampled after.
 
     `experts_from_parent`: the routed experts of the parent's positions are recorded."""
 
@@ -51,28 +50,25 @@ class PlanRequest:
     retain_thinking: bool
     max_total: int | None
     experts_from_parent: bool
-    take: Callable[[Prompt, dict[str, Any]], None]
+    check: Callable[[Ranges], None]
 
 
-@dataclass(slots=True)
-class SamplingJob:
+class SamplingJob(msgspec.Struct, frozen=True):
     """One sampling request. `prompt_ids` and `body` are empty for a kind that does not take ids, and for a replica that plans, which
-    gets `plan` and writes the ids into the job. `id_text` is the session's; `wanted` the details to record beside the tokens."""
+    gets `plan` and tells the prompt in its reply. `id_text` is the session's; `wanted` the details to record beside the tokens."""
 
     call_id: str
     request: Request
-    sampling: dict[str, Any]
+    sampling: Mapping[str, Any]
     scope: CancelScope
-    prompt_ids: Ids = field(default_factory=lambda: NO_IDS)
-    body: dict[str, Any] = field(default_factory=dict)
-    id_text: IdText = field(default_factory=lambda: IdText())
-    wanted: WantedDetails = field(default_factory=WantedDetails)
+    prompt_ids: Ids = NO_IDS
+    body: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    id_text: IdText = msgspec.field(default_factory=lambda: IdText())
+    wanted: WantedDetails = WantedDetails()
     plan: PlanRequest | None = None
     media: Ranges = ()
     """The ranges of the request's images in `prompt_ids`."""
-    abort_sent: bool = False
-    """Whether the engine was asked to end it."""
-    served: Served = field(default_factory=Served)
+    served: Served = Served()
     """What it is sampled from."""
 
     @property
@@ -90,7 +86,7 @@ class PlansNoMore(EngineUnavailable):
     """The replica lost what planned its prompts, before anything was sampled: the prompt has to be planned here, and the call sampled."""
 
 
-Emit = Callable[[FirstToken | Sequence[Delta]], None]
+Emit = Callable[[PromptReady | FirstToken | Sequence[Delta]], None]
 """Passes on what the harness may see before the reply is whole: of what arrives together, all deltas at once."""
 
 
@@ -143,7 +139,7 @@ class EngineKind(ABC):
     @abstractmethod
     async def sample(self, replica: Replica, job: SamplingJob, *, stream: bool, emit: Emit) -> EngineReply:
         """What was sampled, also when the reply is cut by an abort or a broken connection. Streaming, emits FirstToken and then deltas as
-        text becomes certain, if the engine can.
+        text becomes certain, if the engine can; before them PromptReady, if it plans.
 
         Raises RequestError (the engine refused the request), EngineUnavailable (it was not reached) or EngineFailed (it broke off
         before a single token was known)."""
@@ -156,8 +152,9 @@ class EngineKind(ABC):
         tools = {"tools": request.tools} if sees_tools else {}
         return {**body.get("sampling_params", {}), **request.forward, **tools, **sampling}
 
-    async def abort(self, replica: Replica, job: SamplingJob) -> bool:
-        """Ask the engine to end the job now; `sample` then finishes with what it has. False if it cannot be asked."""
+    async def abort(self, replica: Replica, job: SamplingJob, *, again: bool) -> bool:
+        """Ask the engine to end the job now; `sample` then finishes with what it has. False if it cannot be asked. `again`: it was asked
+        before, in vain so far."""
         return False
 
     async def count(self, replica: Replica, request: Request) -> int:
@@ -222,10 +219,9 @@ class EngineKind(ABC):
         """The replica's weight endpoints; with a claim, for changing what it holds."""
         return WeightApi(self._http.session, replica, step_seconds, claim)
 
-    async def _abort_request(self, replica: Replica, job: SamplingJob, request_id: str, path: str = "/abort_requests") -> bool:
+    async def _abort_request(self, replica: Replica, request_id: str, path: str = "/abort_requests", *, again: bool) -> bool:
         """vLLM's `/abort_requests`. Of several API servers each ends only its own requests: where one was in vain, the next may be reached
         over a new connection."""
-        again, job.abort_sent = job.abort_sent, True
         try:
             await self._http.ask(replica, path, {"request_ids": [request_id]}, dict[str, Any], fresh=again)
         except VerbatimError:

@@ -84,7 +84,7 @@ class OpenAiChat(EngineKind):
         offers_calls, entries = job.request.offers_calls, _wants_entries(job)
         choices = [_ChoiceSoFar(index, with_entries=entries, with_texts=offers_calls) for index in range(job.request.n)]
         reply = _ReplySoFar(job.id_text)
-        question = _make_question(replica, job, stream)
+        question, adjusted = _make_question(replica, job, stream), dict[str, Any]()
 
         async def send(body: dict[str, Any]) -> None:
             await self._receive(replica, job, body, choices, reply, emit)
@@ -101,13 +101,17 @@ class OpenAiChat(EngineKind):
                 room = await self._find_room(replica, question.asked) if _may_be_about_limit(error, question.asked) else None
                 if room is None:
                     raise
-                job.sampling["max_tokens"] = question.asked["max_tokens"] = room
+                adjusted["max_tokens"] = question.asked["max_tokens"] = room
                 job.scope.redial()
                 await question.put(job.scope, choices, send)
         version = await self._http.find_version(replica, before, job.scope)
         outcome = _outcome(job, choices, reply, reading.broken, version)
+        outcome.adjusted = adjusted
         # What was sampled after is needed as well.
         replica.see_ids(outcome.returns_ids and reply.prompt_ids is not None, streamed=stream)
+        if job.request.images:
+            # Equal ids are equal context only where the same images stand behind them, and the engine does not say where.
+            outcome.prompt_ids = None
         return outcome
 
     async def _receive(
@@ -148,9 +152,9 @@ class OpenAiChat(EngineKind):
         async with self._http.receive(replica, path, body, expected, job.scope, stream=stream, headers=headers) as answers:
             await answers.follow(take)
 
-    async def abort(self, replica: Replica, job: SamplingJob) -> bool:
+    async def abort(self, replica: Replica, job: SamplingJob, *, again: bool) -> bool:
         request_id = f"chatcmpl-{job.call_id}" if job.request.prompt is None else f"cmpl-{job.call_id}-0"
-        return await self._abort_request(replica, job, request_id)
+        return await self._abort_request(replica, request_id, again=again)
 
     async def count(self, replica: Replica, request: Request) -> int:
         body = {**chat_body(request, {}), "model": replica.served_as(request.model)}

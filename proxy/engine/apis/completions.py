@@ -109,8 +109,8 @@ class VllmCompletions(EngineKind):
         replica.see_ids(outcome.returns_ids, streamed=stream)
         return outcome
 
-    async def abort(self, replica: Replica, job: SamplingJob) -> bool:
-        return await self._abort_request(replica, job, f"cmpl-{job.call_id}-0")
+    async def abort(self, replica: Replica, job: SamplingJob, *, again: bool) -> bool:
+        return await self._abort_request(replica, f"cmpl-{job.call_id}-0", again=again)
 
 
 def _make_question(replica: Replica, job: SamplingJob) -> Question:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from proxy.dialects.base import Delta, FirstToken, HistoryMessage, Request, new_call_id
+import msgspec
+
+from proxy.dialects.base import Delta, FirstToken, HistoryMessage, PromptReady, Request, new_call_id
 from proxy.engine.apis.base import EngineKind, IdText, PlanRequest, SamplingJob
 from proxy.engine.apis.reply import EngineReply, check_sampled
 from proxy.engine.replica import Replica
@@ -18,6 +21,8 @@ from proxy.timeline import CancelScope
 from reconstruct.messages import digest_message
 from reconstruct.prompt import Rendering, turn_end
 from reconstruct.records import Ids, pack_ids
+
+_replace = msgspec.structs.replace
 
 _TEXT = "Hello"
 _MODELS, _MESSAGES, _STREAMS, TURN_END = "models", "messages", "streams", "turn_end_unknown"
@@ -95,16 +100,7 @@ def _model(replica: Replica) -> str:
 
 async def _sample(kind: EngineKind, replica: Replica, request: Request, logprob_mode: str) -> EngineReply:
     """Raises as `EngineKind.sample`, and EngineFailed for what no call could be recorded from."""
-    call_id = new_call_id()
-    job = SamplingJob(call_id, request, {"max_tokens": 1}, CancelScope("", call_id))
-    if kind.plans(replica, request):
-        job.plan = PlanRequest(None, None, False, None, False, lambda prompt, body: None)
-    elif kind.takes_ids:
-        if request.prompt is None:
-            rendered = await kind.render(replica, request, Rendering(request.messages, True), job.id_text)
-        else:
-            rendered = await kind.tokenizer(replica, request, job.id_text).tokenize(_TEXT, whole=True)
-        job.prompt_ids, job.body = rendered.ids, rendered.body
+    job = await prepare_job(kind, replica, request, {"max_tokens": 1}, CancelScope("", new_call_id()))
     outcome = await kind.sample(replica, job, stream=request.stream, emit=_drop)
     if outcome.broken is not None:
         raise EngineFailed(outcome.broken)
@@ -120,7 +116,27 @@ async def _sample(kind: EngineKind, replica: Replica, request: Request, logprob_
     return outcome
 
 
-def _drop(piece: FirstToken | Sequence[Delta]) -> None:
+async def prepare_job(
+    kind: EngineKind, replica: Replica, request: Request, sampling: Mapping[str, Any], scope: CancelScope
+) -> SamplingJob:
+    """What the replica is asked for a request that belongs to no session, with its prompt as it is rendered, and no more `max_tokens` than
+    the window leaves. Raises as `EngineKind.render`."""
+    job = SamplingJob(scope.call_id, request, sampling, scope, served=replica.serve(request.model))
+    if kind.plans(replica, request):
+        return _replace(job, plan=PlanRequest(None, None, False, None, False, lambda media: None))
+    if not kind.takes_ids:
+        return job
+    if request.prompt is None:
+        rendered = await kind.render(replica, request, Rendering(request.messages, True), job.id_text)
+    else:
+        rendered = await kind.tokenizer(replica, request, job.id_text).tokenize(str(request.prompt), whole=True)
+    most = sampling["max_tokens"]
+    if replica.max_model_len is not None:
+        most = max(1, min(most, replica.max_model_len - len(rendered.ids)))
+    return _replace(job, prompt_ids=rendered.ids, body=rendered.body, sampling={**sampling, "max_tokens": most})
+
+
+def _drop(piece: PromptReady | FirstToken | Sequence[Delta]) -> None:
     """Nobody reads it."""
 
 

@@ -6,7 +6,7 @@ import base64
 import io
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
@@ -18,6 +18,7 @@ from proxy.dialects.base import Delta, Request
 from proxy.engine.replica import Replica
 from proxy.errors import EngineFailed, VerbatimError
 from reconstruct.details import NO_TOKEN, CallDetails, Experts
+from reconstruct.prompt import Prompt
 from reconstruct.records import Ids, Logprobs, Span
 
 log = logging.getLogger(__name__)
@@ -45,11 +46,20 @@ class EngineChoice:
     """Of an adapter's tokens: the versions of the base model under it."""
 
 
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """The prompt that an engine planned, and a generate body with its own sampling."""
+
+    prompt: Prompt
+    body: Mapping[str, Any]
+
+
 @dataclass(slots=True)
 class EngineReply:
     """All choices of a call. `prompt_ids` are the engine's own if it rendered the messages. `broken` says why the reply was cut when
     neither the model nor the harness ended it. `completion_tokens` is the engine's own count over all choices, of which only a reply
-    without ids needs one; 0 if it does not say."""
+    without ids needs one; 0 if it does not say. `plan` is the prompt of an engine that planned it. `adjusted` are the parameters of the
+    job's `sampling` that were other in the end."""
 
     choices: list[EngineChoice]
     prompt_ids: Ids | None = None
@@ -57,6 +67,8 @@ class EngineReply:
     cached_tokens: int = 0
     broken: str | None = None
     completion_tokens: int = 0
+    plan: EnginePlan | None = None
+    adjusted: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def returns_ids(self) -> bool | None:

@@ -112,7 +112,7 @@ class Sglang(EngineKind):
         async with self._http.receive(replica, _PATH, body, _Answer, job.scope, stream=stream) as answers:
             await answers.follow(take)
 
-    async def abort(self, replica: Replica, job: SamplingJob) -> bool:
+    async def abort(self, replica: Replica, job: SamplingJob, *, again: bool) -> bool:
         if job.request.n > 1:
             # SGLang makes up a request id for each choice.
             return False

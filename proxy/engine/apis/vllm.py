@@ -147,24 +147,25 @@ class VllmTokens(EngineKind):
             return await self._sample_completion(replica, job, stream, emit)
         return await self._sample_text(replica, job, stream, emit)
 
-    async def abort(self, replica: Replica, job: SamplingJob) -> bool:
+    async def abort(self, replica: Replica, job: SamplingJob, *, again: bool) -> bool:
         if _samples_by_completions(replica, job):
-            return await self._chat.abort(replica, job)
+            return await self._chat.abort(replica, job, again=again)
         # vLLM prefixes the request id it is given, and wants all of it.
         path = ABORT if replica.plugin else "/abort_requests"
-        return await self._abort_request(replica, job, f"generate-tokens-{job.call_id}", path)
+        return await self._abort_request(replica, f"generate-tokens-{job.call_id}", path, again=again)
 
     async def _sample_messages(
         self, replica: Replica, job: SamplingJob, stream: bool, emit: Emit, *, parsed: bool = False
     ) -> EngineReply:
         """Emits deltas as far as the engine's parsers are certain of them. `parsed`: generate parses the reply."""
+        adjusted = bar_placeholders(job)
+        if adjusted:
+            job = msgspec.structs.replace(job, sampling={**job.sampling, **adjusted})
         # A stop string is cut from the whole text, and logprobs belong to it: then the text waits for the end.
         parser, before = Parser(self._http, replica, job), replica.host.weight_version
         live = stream and parser.takes_steps and not job.sampling.get("stop") and job.request.top_logprobs is None
         choices = [SampledChoice(index, live) for index in range(job.request.n)]
         streams = _can_stream(replica, job, stream)
-        if job.media:
-            bar_placeholders(job)
         body = generate_body(replica, job, streams, parsed=parsed)
         reply = GeneratedReply(choices, ImageExpansion(replica, job), emit if stream else None)
         with PartialReply(choices) as reading:
@@ -183,6 +184,7 @@ class VllmTokens(EngineKind):
                 rest = choice.live.take_rest(sampled.message)
                 if rest is not None:
                     emit([rest])
+        outcome.adjusted = adjusted
         return outcome
 
     async def _emit_live(self, job: SamplingJob, parser: Parser, choices: list[SampledChoice], emit: Emit) -> None:
@@ -314,7 +316,7 @@ class VllmTokens(EngineKind):
 
     async def _sample_completion(self, replica: Replica, job: SamplingJob, stream: bool, emit: Emit) -> EngineReply:
         """As `_sample_text`, by `/v1/completions`. Raises EngineFailed if it sampled after other ids than it was given."""
-        given = replace(job, request=replace(job.request, prompt=job.prompt_ids.tolist()))
+        given = msgspec.structs.replace(job, request=replace(job.request, prompt=job.prompt_ids.tolist()))
         outcome = await self._chat.sample(replica, given, stream=stream, emit=emit)
         prove_prompt(job, None if outcome.prompt_ids is None else outcome.prompt_ids.tolist())
         return outcome

@@ -13,12 +13,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from proxy.dialects.base import Delta, FirstToken
+from proxy.dialects.base import Delta, FirstToken, PromptReady
 from proxy.engine.apis.base import Emit, PlanRequest, PlansNoMore, SamplingJob, chat_body
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.reply import (
     CertainText,
     EngineChoice,
+    EnginePlan,
     EngineReply,
     GeneratedChoice,
     PartialReply,
@@ -105,7 +106,7 @@ async def _is_installed(probe: Probe) -> bool:
 
 
 async def sample(http: EngineHttp, replica: Replica, job: SamplingJob, *, stream: bool, emit: Emit) -> EngineReply:
-    """See EngineKind.sample. The plan is in the job, and was given to `job.plan`, before anything is emitted."""
+    """See EngineKind.sample. The plan is checked, and told as PromptReady, before anything else is emitted."""
     reply = _Reply(replica, job, stream, emit)
     try:
         with PartialReply(reply.choices) as reading:
@@ -235,7 +236,9 @@ class _Reply:
         self._stream = stream
         self._emit = emit
         self._begun = False
+        self._adjusted: dict[str, Any] = {}
         self._done: DoneFrame | None = None
+        self._plan: EnginePlan | None = None
         # Logprobs belong to the whole text: then it waits for the end.
         live = stream and job.request.prompt is None and job.request.top_logprobs is None
         self.choices = [_Choice(index, live) for index in range(job.request.n)]
@@ -277,13 +280,17 @@ class _Reply:
         if len(job.prompt_ids) and not np.array_equal(ids, job.prompt_ids):
             raise EngineFailed(f"engine {self._replica.name} sampled after other ids than it was given")
         media = tuple((start, length) for start, length in told.media)
-        job.prompt_ids, job.media = ids, media
-        job.sampling["max_tokens"] = told.max_tokens
-        job.wanted = replace(job.wanted, routed_from=told.experts_from or job.wanted.routed_from)
-        if plan is not None:
-            close = None if told.close is None else read_ids(told.close)
-            prompt = Prompt(ids, told.branch_reason, rendering, close, told.continues, media, told.adds_end)
-            plan.take(prompt, {"sampling_params": told.defaults})
+        wanted = replace(job.wanted, routed_from=told.experts_from or job.wanted.routed_from)
+        self._adjusted = {"max_tokens": told.max_tokens}
+        self._job = msgspec.structs.replace(job, prompt_ids=ids, media=media, wanted=wanted)
+        if plan is None:
+            return
+        plan.check(media)
+        close = None if told.close is None else read_ids(told.close)
+        prompt = Prompt(ids, told.branch_reason, rendering, close, told.continues, media, told.adds_end)
+        self._plan = EnginePlan(prompt, {"sampling_params": told.defaults})
+        if self._stream:
+            self._emit(PromptReady(len(ids)))
 
     def _add_piece(self, piece: PieceFrame) -> Delta | None:
         """What of it the harness sees now."""
@@ -316,7 +323,7 @@ class _Reply:
             if rest is not None:
                 self._emit([rest])
         cached = 0 if done is None else done.cached_tokens
-        return EngineReply(sampled, None, len(job.prompt_ids), cached, broken)
+        return EngineReply(sampled, None, len(job.prompt_ids), cached, broken, plan=self._plan, adjusted=self._adjusted)
 
 
 def _read_tops(tops: Tops) -> TopLists:

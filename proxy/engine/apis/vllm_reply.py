@@ -176,11 +176,12 @@ NEVER = -100.0
 """The logit bias of an id that must not be sampled."""
 
 
-def bar_placeholders(job: SamplingJob) -> None:
-    """Keep the engine from sampling the ids that stand for the prompt's images."""
-    sampling = job.body.setdefault("sampling_params", {})
-    barred = {str(token): NEVER for token in find_placeholders(job.prompt_ids, job.media)}
-    sampling["logit_bias"] = {**(sampling.get("logit_bias") or {}), **barred}
+def bar_placeholders(job: SamplingJob) -> dict[str, Any]:
+    """The parameters that keep the engine from sampling the ids that stand for the prompt's images, of which most have none."""
+    if not job.media:
+        return {}
+    given = {**job.body.get("sampling_params", {}), **job.sampling}.get("logit_bias") or {}
+    return {"logit_bias": {**given, **{str(token): NEVER for token in find_placeholders(job.prompt_ids, job.media)}}}
 
 
 def _image_fields(job: SamplingJob) -> dict[str, Any]:

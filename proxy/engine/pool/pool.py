@@ -14,7 +14,7 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
+from typing import TypeVar
 
 import aiohttp
 
@@ -34,9 +34,11 @@ from proxy.errors import EngineBusy, EngineUnavailable, NotFound, StoreUnavailab
 from proxy.metrics import Metrics
 from proxy.settings import Settings
 from proxy.store.service import EngineStore
-from proxy.timeline import carried
+from proxy.timeline import ENGINE, QUEUE, CancelScope, Timeline, Waiting, carried
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _RELEASE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
@@ -131,9 +133,9 @@ class EnginePool:
         NotFound for an unknown model."""
         return rank_replicas(session_id, self.serving(self.find_policy(model)))[0]
 
-    def place(self, model: str, caller: Caller) -> Placement:
+    def place(self, model: str, caller: Caller, scope: CancelScope, timeline: Timeline) -> Placement:
         """The placement of one call on a replica that has room for it and can be reached."""
-        return Placement(self, model, caller)
+        return Placement(self, model, caller, scope, timeline)
 
     @property
     def window(self) -> int | None:
@@ -350,28 +352,39 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.25, 16.0
 
 
 class Placement:
-    """`async with pool.place(...) as placement`: `next` reserves a seat on a replica, leaving the block releases it."""
+    """Where one call is sampled, and by which seat."""
 
-    def __init__(self, pool: EnginePool, model: str, caller: Caller) -> None:
+    def __init__(self, pool: EnginePool, model: str, caller: Caller, scope: CancelScope, timeline: Timeline) -> None:
         self._pool = pool
         self._model = model
         self._caller = caller
+        self._scope = scope
+        self._timeline = timeline
         self._tried: set[Replica] = set()
         self._replica: Replica | None = None
         self._waits, self._waited = 0, 0.0
 
-    async def __aenter__(self) -> Placement:
-        return self
+    async def run(self, sample: Callable[[Replica], Awaitable[T]]) -> T:
+        """What `sample` gives of the first replica that can be reached; another one is tried only where nothing was sampled yet. Raises as
+        `sample` and `Seats.acquire`, NotFound for an unknown model, and EngineUnavailable with every replica's reason if none serves."""
+        try:
+            while True:
+                self._timeline.begin(QUEUE)
+                with self._scope.interruptible(), Waiting(ENGINE):
+                    replica = await self._find_seat()
+                try:
+                    return await sample(replica)
+                except EngineUnavailable as error:
+                    if self._timeline.first_token_at or self._scope.cancelled:
+                        raise
+                    if not self._try_another(replica) and not await self._wait_out(error):
+                        raise
+                    self._release()
+        finally:
+            self._release()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._release()
-
-    async def next(self) -> Replica:
-        """A replica that serves, once no weight update holds calls back and there is room. Raises as `Seats.acquire`, NotFound for
-        an unknown model, and EngineUnavailable with every replica's reason if none serves."""
-        self._release()
+    async def _find_seat(self) -> Replica:
+        """On a replica that serves, once no weight update holds calls back and there is room."""
         while True:
             policy = self._pool.find_policy(self._model)
             await self._pool.wait_for_gate(policy)
@@ -383,22 +396,19 @@ class Placement:
                 return replica
             self._release()
 
-    def try_another(self) -> bool:
-        """Whether the call may go to another replica after the current one did not take it.
-
-        Retry on another replica only if no token can have been sampled; the caller knows."""
-        if self._replica is not None:
-            self._tried.add(self._replica)
+    def _try_another(self, replica: Replica) -> bool:
+        """Whether the call may go to another replica after this one did not take it."""
+        self._tried.add(replica)
         policy = self._pool.find_policy(self._model)
-        left = any(replica.healthy for replica in self._pool.of(policy) if replica not in self._tried)
+        left = any(each.healthy for each in self._pool.of(policy) if each not in self._tried)
         if not left or len(self._tried) >= REPLICAS_TRIED:
             return False
         self._pool.metrics.tried_again(policy)
         return True
 
-    async def wait_out(self, error: EngineUnavailable) -> bool:
+    async def _wait_out(self, error: EngineUnavailable) -> bool:
         """Wait as long as the engine asks, without a seat; then all replicas are there again. False if it does not say, or if the call
-        would wait longer than `queue_seconds` in all. Raises what the caller's `look` raises."""
+        would wait longer than `queue_seconds` in all."""
         if not isinstance(error, EngineBusy):
             return False
         # An engine that says "at once" again and again is asked less and less often.
@@ -408,7 +418,9 @@ class Placement:
         self._release()
         self._tried.clear()
         self._waits, self._waited = self._waits + 1, self._waited + seconds
-        await self._pool.seats.sleep(seconds, self._caller)
+        self._timeline.begin(QUEUE)
+        with self._scope.interruptible(), Waiting(ENGINE):
+            await self._pool.seats.sleep(seconds, self._caller)
         return True
 
     def _release(self) -> None:

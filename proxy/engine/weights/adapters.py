@@ -112,7 +112,7 @@ def switch(replica: Replica, served: Served, *, cut: bool) -> None:
     replica.served = served
     if cut:
         for abort in list(before.aborts):
-            task = asyncio.ensure_future(abort())
+            task = asyncio.ensure_future(abort(again=False))
             _cutting.add(task)
             task.add_done_callback(_cutting.discard)
 

@@ -135,7 +135,7 @@ def test_calls_at_once_do_not_go_over_the_budget(
     """Ids of one millisecond are in any order: a call that came last and had the lowest was let in beside the first two."""
     if not ids_rise:
         ids = itertools.count(2**96 - 1, -1)
-        monkeypatch.setattr("proxy.call.flow.new_call_id", lambda: f"{next(ids):024x}")
+        monkeypatch.setattr("proxy.call.run.new_call_id", lambda: f"{next(ids):024x}")
     session, gate = service.session(max_calls=2), threading.Event()
     engine.script = lambda generation, index: Say("hello", gate=gate)
     with ThreadPoolExecutor(6) as pool:

@@ -31,10 +31,10 @@ needs_baseline = pytest.mark.skipif(
 
 SLOWER = """
 import sys
-import proxy.call.flow as flow
+import proxy.call.run as run
 from benchmarks import counts
 
-recording = flow.call_records
+recording = run.build_records
 
 def records_with_more_work(*args, **more):
     for _ in range({times}):
@@ -42,8 +42,8 @@ def records_with_more_work(*args, **more):
     return recording(*args, **more)
 
 sys.argv[1:] = ["--json", "--only", {case!r}]
-flow.call_records = records_with_more_work
-records_with_more_work.__code__ = records_with_more_work.__code__.replace(co_filename=flow.__file__)
+run.build_records = records_with_more_work
+records_with_more_work.__code__ = records_with_more_work.__code__.replace(co_filename=run.__file__)
 counts.main()
 """
 

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.call.record import place
+from proxy.call.phases import Continuation
+from proxy.call.plan import find_parent
+from proxy.call.record import locate
 from proxy.call.session import Draft, Session
-from proxy.call.turn import Continuation, continuation
 from proxy.dialects.base import HistoryMessage, ParsedMessage, Past, Request, seal
 from proxy.store.states import SessionInfo
 from reconstruct.codec import encode
@@ -147,7 +148,7 @@ def test_of_two_calls_that_said_the_same_the_one_goes_on_whose_id_the_reply_carr
         prints = {"root_key": root, "fingerprint": fingerprint, "reply_fingerprint": reply_fingerprint}
         known.forest.add(call(call_id, fields={**texts, **prints}, delta=[1], said=[2]))
     result = {"role": "tool", "tool_call_id": f"call_{named}_0", "content": "x"}
-    found = continuation(known, Request("chat", "m", seen_by(known, [asked, reply(named), result])))
+    found = find_parent(known, Request("chat", "m", seen_by(known, [asked, reply(named), result])))
     assert found.parent is not None and found.parent.call_id == named
 
 
@@ -163,7 +164,7 @@ def test_of_twins_that_said_the_same_words_every_process_goes_on_from_the_same_o
     prints = {"root_key": root, "fingerprint": fingerprint, "reply_fingerprint": reply_fingerprint}
     for call_id in learned:
         known.forest.add(call(call_id, fields={**texts, **prints}, delta=[1], said=[2]))
-    found = continuation(known, Request("chat", "m", seen_by(known, [asked, said, {"role": "user", "content": "r"}])))
+    found = find_parent(known, Request("chat", "m", seen_by(known, [asked, said, {"role": "user", "content": "r"}])))
     assert found.parent is not None and found.parent.call_id == "c2"
 
 
@@ -179,7 +180,7 @@ def test_a_fresh_rendering_that_begins_with_all_of_its_parents_ids_extends_it_an
     known = tree()
     known.forest.add(call("c1", delta=[1], said=[2]))
     found = Continuation(b"root", [b"start", b"asked again"], known.call("c1"), reply_at=0)
-    where = place(known, found, pack_ids(prompt), "history_rewritten")
+    where = locate(known, found, pack_ids(prompt), "history_rewritten")
     assert (where.parent_id, where.branch_reason) == ("c1", reason)
     known.forest.add(call("c2", parent="c1", base="c1", base_length=where.base_length, delta=prompt[where.base_length :]))
     assert known.forest.extends("c2") == (reason is None)

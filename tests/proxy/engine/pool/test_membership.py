@@ -13,11 +13,13 @@ import pytest
 from proxy.engine.pool.membership import EngineSpec, Membership, parse_engine, resolve_with_system
 from proxy.engine.pool.pool import EnginePool
 from proxy.engine.pool.seats import Caller
+from proxy.engine.replica import Replica
 from proxy.errors import Conflict, EngineUnavailable
 from proxy.settings import Settings
 from proxy.store.connection import StoreConnection
 from proxy.store.keys import ENGINES
 from proxy.store.service import EngineStore, StoredEngine
+from proxy.timeline import CancelScope, Timeline
 from tests.proxy.engine.pool.test_pool import until
 from tests.support.engine.scripted_engine import Fail, ScriptedEngine
 from tests.support.service.redis_server import Store
@@ -145,8 +147,8 @@ async def test_a_replica_whose_address_is_gone_takes_no_new_call_and_ends_those_
     with ScriptedEngine() as engine:
         async with pool_of(f"dns://vllm:{engine.port}", resolver=names) as pool:
             await until(lambda: pool.ready()[0], "it serves")
-            async with pool.place("policy", Caller("s", never)) as placement:
-                replica = await placement.next()
+
+            async def sample(replica: Replica) -> Replica:
                 names.addresses["vllm"] = []
                 await until(lambda: replica.draining, "its address is gone")
                 assert (pool.draining, pool.replicas, replica.in_flight) == ([replica], [], 1)
@@ -154,6 +156,10 @@ async def test_a_replica_whose_address_is_gone_takes_no_new_call_and_ends_those_
                     assert response.status == 200
                 with pytest.raises(EngineUnavailable, match="no address"):
                     pool.pick("s")
+                return replica
+
+            placement = pool.place("policy", Caller("s", never), CancelScope("s", "c"), Timeline())
+            replica = await placement.run(sample)
             assert (pool.draining, replica.in_flight) == ([], 0)
             probes = len(engine.received)
             names.addresses["vllm"] = ["127.0.0.1"]

@@ -229,8 +229,8 @@ async def test_a_request_to_end_a_call_is_repeated_over_new_connections(answer: 
         kind, replica = VllmTokens(EngineHttp(made, ignore_failure), LocalRenderer(None, {})), replica_at(engine.url)
         job = SamplingJob("c", Request("chat", "m", []), {}, CancelScope("s", "c"))
         seen = []
-        for _ in range(3):
-            assert await kind.abort(replica, job)
+        for again in (False, True, True):
+            assert await kind.abort(replica, job, again=again)
             seen.append(engine.connections)
         assert seen == [1, 2, 3]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from proxy.call.http import JSON, Client, Headers
-from proxy.call.turn import Turn
+from proxy.call.phases import Admitted
 from proxy.dialects.base import Delta, Dialect, FirstToken, PromptReady, Reply, StreamRenderer
 from proxy.errors import StoreUnavailable, VerbatimError
 from proxy.metrics import Metrics
@@ -31,13 +31,13 @@ _LATER_SECONDS = 1.0
 
 @dataclass(slots=True, eq=False)
 class HarnessRequest:
-    """One request to the harness side. `turn` is None until it is known to be a model call that is not refused."""
+    """One request to the harness side. `call` is None until it is known to be a model call that is not refused."""
 
     client: Client
     headers: Mapping[str, str]
     dialect: Dialect
     timeline: Timeline
-    turn: Turn | None = None
+    call: Admitted | None = None
     reply: Reply | None = None
     error: VerbatimError | None = None
 
@@ -58,11 +58,11 @@ class ReplyWriter:
     """The answer to a model call. A streamed one begins with the first token, or with the first keep-alive: an error before that keeps
     its HTTP status."""
 
-    def __init__(self, exchange: HarnessRequest, turn: Turn, metrics: Metrics, keepalive_seconds: float) -> None:
+    def __init__(self, exchange: HarnessRequest, call: Admitted, metrics: Metrics, keepalive_seconds: float) -> None:
         self._exchange = exchange
         self._client = exchange.client
         self._dialect = exchange.dialect
-        self._turn = turn
+        self._call = call
         self._metrics = metrics
         self._keepalive_seconds = keepalive_seconds
         self._renderer: StreamRenderer | None = None
@@ -72,17 +72,19 @@ class ReplyWriter:
         self._loop = asyncio.get_running_loop()
         self._written_at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
-        if turn.request.stream and keepalive_seconds:
+        if call.request.stream and keepalive_seconds:
             self._timer = self._loop.call_later(keepalive_seconds, self._keep_alive)
 
     def emit(self, piece: PromptReady | FirstToken | Sequence[Delta]) -> None:
         """Send what the harness may see while the engine samples: the deltas that are given together, in one write."""
         if isinstance(piece, PromptReady):
-            if self._flowing is None and self._turn.request.stream:
+            if self._flowing is None and self._call.request.stream:
                 # Made while the engine samples.
                 self._open(piece.prompt_tokens)
+        elif self._call.withheld:
+            return
         elif isinstance(piece, FirstToken):
-            if self._turn.request.stream:
+            if self._call.request.stream:
                 self._begin()
         else:
             self._write(b"".join(map((self._flowing or self._begin()).write, piece)))
@@ -91,8 +93,8 @@ class ReplyWriter:
         """Send what is left; whether everything went out to a client that was still there."""
         self._stop()
         self._exchange.reply = reply
-        if not self._turn.request.stream:
-            self._client.send_whole(200, JSON, self._dialect.render(self._turn.shown, reply))
+        if not self._call.request.stream:
+            self._client.send_whole(200, JSON, self._dialect.render(self._call.asked, reply))
         else:
             renderer = self._begin()
             self._client.write(renderer.close(reply), last=True)
@@ -102,7 +104,7 @@ class ReplyWriter:
     def fail(self, error: VerbatimError) -> None:
         """Send the error: as an event of a stream that has begun, else as an HTTP error."""
         self._stop()
-        streamed = self._flowing is not None or (self._turn.request.stream and self._dialect.is_streamed_error(error))
+        streamed = self._flowing is not None or (self._call.request.stream and self._dialect.is_streamed_error(error))
         if not streamed:
             self._exchange.refuse(error, self._metrics)
             return
@@ -112,8 +114,8 @@ class ReplyWriter:
         self._client.write(renderer.fail(error), last=True)
 
     def _open(self, prompt_tokens: int) -> StreamRenderer:
-        turn = self._turn
-        renderer = self._renderer = self._dialect.open_stream(turn.shown, turn.call_id, int(turn.started_at), prompt_tokens)
+        call = self._call
+        renderer = self._renderer = self._dialect.open_stream(call.asked, call.call_id, int(call.started_at), prompt_tokens)
         self._opening = renderer.open()
         return renderer
 
@@ -121,7 +123,7 @@ class ReplyWriter:
         renderer = self._renderer or self._open(0)
         if self._flowing is None:
             self._flowing = renderer
-            self._client.start(200, [(b"content-type", self._turn.request.stream_type.encode()), *_UNBUFFERED])
+            self._client.start(200, [(b"content-type", self._call.request.stream_type.encode()), *_UNBUFFERED])
             self._write(self._opening)
         return renderer
 
@@ -153,20 +155,20 @@ class FailureNotes:
         self._unnoted: dict[str, Unserved] = {}
         """Of each session what the store could not be told yet: the last, which alone counts."""
 
-    async def note_unserved(self, turn: Turn, error: VerbatimError) -> None:
+    async def note_unserved(self, call: Admitted, error: VerbatimError) -> None:
         """To be awaited before the error is sent: what the harness does once it has the error is not the model's doing, and the record
         must say so. A harness that hung up was not failed: nothing is noted for it."""
-        if turn.scope.cancelled and not self._stopping.is_set():
+        if call.scope.cancelled and not self._stopping.is_set():
             return
-        unserved = Unserved(time.time(), turn.call_id, error.code, error.message)
+        unserved = Unserved(time.time(), call.call_id, error.code, error.message)
         if not isinstance(error, StoreUnavailable):
             with suppress(StoreUnavailable):
-                await self._sessions.note_unserved(turn.session_id, unserved)
+                await self._sessions.note_unserved(call.session_id, unserved)
                 return
-        if turn.session_id not in self._unnoted:
+        if call.session_id not in self._unnoted:
             # One for all of them: a harness that asks again and again while the store is away has many.
-            self._spawn(self._note_later(turn.session_id))
-        self._unnoted[turn.session_id] = unserved
+            self._spawn(self._note_later(call.session_id))
+        self._unnoted[call.session_id] = unserved
 
     async def settle(self) -> None:
         """Wait for what is left, when no more calls come: what waits for a store that is away tries it once more."""

@@ -1,34 +1,38 @@
-"""One call in phases: Turn (admitted), Planned (at a replica, with its parent and prompt), Sampled (with the engine's outcome).
+"""Find the call that a request continues, and plan the prompt: the parent's ids and a proven bridge, or a fresh rendering with the reason.
 
-Each phase is a frozen type that has all the next step needs. Between them stands the plan: `continuation` looks the request up in the
-session's forest, by the ids minted into the last assistant message's tool calls, then by the fingerprint chain; `plan_tokens` makes the
-prompt for the token path, the parent's ids and a proven bridge, or a fresh rendering with the reason.
+`find_parent` looks the request up in the session's forest, by the ids minted into the last assistant message's tool calls, then by the
+fingerprint chain. `plan_tokens` makes the prompt for an engine that takes ids.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from proxy.call.recording import Recalled
-from proxy.call.session import Chained, Draft, ReplayedHistory, Session
+import msgspec
+
+from proxy.call.budget import find_rooms
+from proxy.call.phases import Admitted, Continuation, TokenPlan
+from proxy.call.session import ReplayedHistory, Session
 from proxy.dialects.base import HistoryMessage, Request
 from proxy.dialects.catalogue import dialects
 from proxy.engine.apis.base import EngineKind
 from proxy.engine.apis.contact import EngineKinds
 from proxy.engine.apis.renderer import Rendered
-from proxy.engine.apis.reply import EngineReply
 from proxy.engine.replica import Replica
 from proxy.errors import ContextTooLong, RequestError
-from proxy.store.states import NO_SHARE, Lookahead, Share
-from proxy.timeline import CancelScope, Timeline
-from reconstruct.media import Media, Ranges, find_placeholders, name_ranges
+from proxy.store.states import Share
+from reconstruct.media import Ranges
 from reconstruct.messages import TURN_END, Message, declare, dress, name_calls, plain_content
 from reconstruct.prompt import Parent, Prompt, Rendering, plan
 from reconstruct.records import Call, Ids, order_key, pack_ids, shared_length
-from reconstruct.roles import Marks, Purpose
+from reconstruct.roles import Marks
+
+if TYPE_CHECKING:
+    from proxy.services import Services
+
+_replace = msgspec.structs.replace
 
 _RENDERED = ("reasoning_effort", "chat_template", "documents")
 """Fields of a chat body that the template may look at, beside its kwargs: under other values a history may read otherwise."""
@@ -39,85 +43,7 @@ _MOST_COMPARED = 32
 Render = Callable[[Rendering], Coroutine[Any, Any, Rendered]]
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A call that was admitted. `started_at` is wall-clock time, `clock` the monotonic time of the same moment. `sampling` is what
-    was asked for: the harness's parameters under the session's overrides. There is one call id per choice. `recalled`: what a fork's
-    recording makes of it; a call that is replayed has the ids and the start it had. With a `lookahead` the request asks for its
-    candidates."""
-
-    session_id: str
-    call_id: str
-    """The first choice's, under which the call's intent is stored."""
-    tree: Session
-    draft: Draft
-    request: Request
-    digest: bytes
-    call_ids: list[str]
-    scope: CancelScope
-    started_at: float
-    clock: float
-    timeline: Timeline
-    sampling: Mapping[str, Any]
-    marks: Mapping[str, str]
-    purpose: Purpose
-    recalled: Recalled | None = None
-    lookahead: Lookahead | None = None
-
-    @property
-    def shown(self) -> Request:
-        """The request as the harness made it: of a lookahead's candidates it gets one."""
-        return self.request if self.lookahead is None else replace(self.request, n=1)
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A call at its replica. `plan` is None where the engine renders the messages; `sampling` is what the engine is asked for, into
-    which its kind may write what it reduced. `granted` is what the call reserved of the session's budget."""
-
-    turn: Turn
-    replica: Replica
-    found: Continuation
-    plan: TokenPlan | None
-    sampling: dict[str, Any]
-    granted: Share = NO_SHARE
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """A call that was sampled."""
-
-    planned: Planned
-    outcome: EngineReply
-    chosen: bool = False
-    """Whether the first choice was chosen from the candidates of a lookahead."""
-
-    @property
-    def prompt_ids(self) -> Ids | None:
-        """The ids that were sampled after; None if the engine did not tell."""
-        plan = self.planned.plan
-        return self.outcome.prompt_ids if plan is None else plan.prompt_ids
-
-    @property
-    def media(self) -> tuple[Media, ...]:
-        """The images of the prompt."""
-        plan = self.planned.plan
-        return () if plan is None or not plan.media else name_ranges(plan.media, self.planned.turn.request.images)
-
-    @property
-    def placeholders(self) -> list[int]:
-        """The ids that stand for its images."""
-        plan = self.planned.plan
-        return [] if plan is None else find_placeholders(plan.prompt_ids, plan.media)
-
-    @property
-    def branch_reason(self) -> str | None:
-        """Why the prompt is a fresh rendering where it was planned as one."""
-        plan = self.planned.plan
-        return None if plan is None else plan.branch_reason
-
-
-def marks_of(request: Request, headers: Mapping[str, str]) -> Marks:
+def read_marks(request: Request, headers: Mapping[str, str]) -> Marks:
     """What rules about roles look at."""
     messages = request.history
     system = messages[0].message if messages[0].message.get("role") in ("system", "developer") else {}
@@ -134,60 +60,7 @@ def _text(message: Mapping[str, Any]) -> str:
 # The call that a request continues, and the ids to sample after.
 
 
-@dataclass(frozen=True, slots=True)
-class Continuation:
-    """Where a request stands: its chain, and the call whose reply is its message number `reply_at` (None: a root).
-
-    `dress` is what the rendering of the request depends on beside its messages (see reconstruct.messages.dress). `redressed`: the
-    parent's was another, so that a rendering is to prove that it makes no difference.
-
-    `near` is the call whose whole request is the longest known beginning of this one, and `near_at` how many messages that is: a
-    retry or another sample when it is all of them, an edited history when it goes on otherwise.
-    """
-
-    root: bytes
-    chain: list[bytes]
-    parent: Call | None = None
-    reply_at: int = -1
-    projection: str = ""
-    near: str | None = None
-    near_at: int = 0
-    dress: bytes = b""
-    redressed: bool = False
-    replay: ReplayedHistory | None = None
-    """How the request replays the parent and all calls before it."""
-    chained: Chained | None = None
-    base: str | None = None
-    """The call on whose ids the prompt of a request without a parent is stored if `near` is None; None: the latest."""
-
-    @property
-    def fingerprint(self) -> bytes:
-        return self.chain[-1]
-
-    @property
-    def repeated(self) -> bool:
-        return self.near is not None and self.near_at == len(self.chain) - 1
-
-    @property
-    def edited(self) -> bool:
-        return self.near is not None and not self.repeated and self.near_at > self.reply_at + 1
-
-
-@dataclass(slots=True)
-class TokenPlan:
-    """The ids to sample after, why they are a fresh rendering (None: they extend the parent), and the generate body.
-    `rendering` is what the template makes of the whole request, `keeps_text_apart` whether control tokens in texts are text in it, `media`
-    the ranges of the images."""
-
-    prompt_ids: Ids
-    branch_reason: str | None
-    rendering: Ids
-    body: dict[str, Any] = field(default_factory=dict)
-    keeps_text_apart: bool = False
-    media: Ranges = ()
-
-
-def continuation(tree: Session, request: Request, policy: str = "") -> Continuation:
+def find_parent(tree: Session, request: Request, policy: str = "") -> Continuation:
     """The call that `request`, which `policy` is to answer, continues, found from the last message backwards."""
     rendered = {name: request.forward[name] for name in _RENDERED if name in request.forward}
     root, chained_root = tree.roots(policy, request.tools, {**request.template_kwargs, **rendered})
@@ -195,32 +68,32 @@ def continuation(tree: Session, request: Request, policy: str = "") -> Continuat
     chained = tree.chained(chained_root, history)
     fingerprints, names = chained.fingerprints, chained.names
 
-    def dress_of(length: int) -> bytes:
+    def render_key_of(length: int) -> bytes:
         return dress(root, [name for name in names if name[0] < length]) if names else root
 
-    near, near_at, whole = None, 0, dress_of(len(history))
+    near, near_at, whole = None, 0, render_key_of(len(history))
     for position in range(len(history) - 1, -1, -1):
         asked = tree.forest.find_by_prompt(fingerprints[position + 1])
         if asked and near is None:
-            near = _dressed_so(tree, asked, dress_of(position + 1))
+            near = _with_render_key(tree, asked, render_key_of(position + 1))
             near_at = position + 1 if near is not None else 0
         if history[position].digests.is_assistant:
-            found = _answered(tree, request, position, fingerprints, dress_of(position))
+            found = _find_replied_call(tree, request, position, fingerprints, render_key_of(position))
             if found is not None:
                 parent, used, replay = found
-                redressed = parent.root_key != dress_of(position)
+                redressed = parent.root_key != render_key_of(position)
                 return Continuation(
                     root, fingerprints, parent, position, used, near, near_at, whole, redressed, replay, chained
                 )
     return Continuation(root, fingerprints, near=near, near_at=near_at, dress=whole, chained=chained)
 
 
-def _dressed_so(tree: Session, call_ids: Iterable[str], dressed: bytes) -> str | None:
+def _with_render_key(tree: Session, call_ids: Iterable[str], dressed: bytes) -> str | None:
     """The first of the calls that has that dress."""
     return next((call_id for call_id in call_ids if tree.forest.calls[call_id].root_key == dressed), None)
 
 
-def _answered(
+def _find_replied_call(
     tree: Session, request: Request, position: int, fingerprints: Sequence[bytes], dressed: bytes
 ) -> tuple[Call, str, ReplayedHistory] | None:
     """The call whose reply is message number `position`, the projection it is replayed under, and how all before it is.
@@ -237,7 +110,7 @@ def _answered(
         asked_here = tree.forest.find_by_prompt(fingerprints[position])
         by_id = [call_id for call_id in replayed.minted if call_id in asked_here]
         latest = _latest_first(tree, candidates)
-        alike = _dressed_so(tree, latest, dressed)
+        alike = _with_render_key(tree, latest, dressed)
         first = [] if alike is None else [alike]
         named = (*by_id, *first, *latest, *asked_here[: -_MOST_COMPARED - 1 : -1])
     for call_id in named:
@@ -280,7 +153,7 @@ def _after_reply(tree: Session, replayed: Sequence[Message], history: Sequence[H
     return name_calls(tree.engine_message(history[begin - 1]), replayed[-1], after) if replayed else after
 
 
-def remember(tree: Session, found: Continuation) -> None:
+def keep_history(tree: Session, found: Continuation) -> None:
     """The call is recorded: the next one mostly goes on from the same history."""
     if found.chained is not None:
         tree.remember(found.chained)
@@ -288,22 +161,22 @@ def remember(tree: Session, found: Continuation) -> None:
         tree.replayed(found.parent.call_id, found.replay)
 
 
-def as_root(found: Continuation) -> Continuation:
+def detach(found: Continuation) -> Continuation:
     """The same request, that goes on from nothing."""
     if found.parent is None:
         return found
-    return replace(found, parent=None, reply_at=-1, projection="", redressed=False, replay=None)
+    return _replace(found, parent=None, reply_at=-1, projection="", redressed=False, replay=None)
 
 
-def confirm_by_ids(tree: Session, found: Continuation, prompt_ids: Ids | None) -> Continuation:
+def confirm_parent(tree: Session, found: Continuation, prompt_ids: Ids | None) -> Continuation:
     """The same for an engine that renders by itself: its prompt begins with the parent's prompt, or the request is a root."""
     parent = found.parent
     if parent is None or not found.redressed:
         return found
     if prompt_ids is None or not parent.ids_known:
-        return as_root(found)
+        return detach(found)
     before = tree.forest.prompt_ids(parent.call_id)
-    return replace(found, redressed=False) if shared_length(before, prompt_ids) == len(before) else as_root(found)
+    return _replace(found, redressed=False) if shared_length(before, prompt_ids) == len(before) else detach(found)
 
 
 def parent_of(tree: Session, found: Continuation, request: Request) -> Parent | None:
@@ -343,11 +216,11 @@ async def plan_tokens(
         except StopIteration as stop:
             prompt, whole = stop.value
             made = rendered[id(whole)]
-            return take_prompt(tree, found, prompt, made.body, keeps_text_apart=made.keeps_text_apart)
+            return accept_prompt(tree, found, prompt, made.body, keeps_text_apart=made.keeps_text_apart)
 
 
-def take_prompt(
-    tree: Session, found: Continuation, prompt: Prompt, body: dict[str, Any], *, keeps_text_apart: bool = False
+def accept_prompt(
+    tree: Session, found: Continuation, prompt: Prompt, body: Mapping[str, Any], *, keeps_text_apart: bool = False
 ) -> tuple[Continuation, TokenPlan]:
     """What the call continues and its plan, of a prompt that was made here or by the engine. The tree remembers the turn end.
 
@@ -355,11 +228,11 @@ def take_prompt(
     if prompt.close is not None:
         tree.turn_ends[found.root] = prompt.close
     if not prompt.continues:
-        found = as_root(found)
+        found = detach(found)
     elif found.redressed and found.parent is not None and tree.known_ids(found.parent.call_id) is not None:
-        found = replace(found, redressed=False)
+        found = _replace(found, redressed=False)
     if prompt.adds_end:
-        found = replace(found, projection=declare(found.projection, TURN_END))
+        found = _replace(found, projection=declare(found.projection, TURN_END))
     return found, TokenPlan(prompt.ids, prompt.branch_reason, prompt.rendering, body, keeps_text_apart, prompt.media)
 
 
@@ -383,31 +256,63 @@ def _closed(call: Call) -> bool:
     return call.finish_reason in ("stop", "tool_calls") and not isinstance(call.stop_reason, str)
 
 
+class MessagesPlanner:
+    """For requests with messages. A `Planner`."""
+
+    param = "messages"
+    forges_tokens = True
+
+    def find_parent(self, session: Session, request: Request, policy: str = "") -> Continuation:
+        return find_parent(session, request, policy)
+
+    def check(self, request: Request, found: Continuation, kinds: EngineKinds, kind: EngineKind) -> None:
+        refuse_parts(request, found, kinds, kind)
+
+    async def plan(
+        self, session: Session, request: Request, found: Continuation, kind: EngineKind, replica: Replica, services: Services
+    ) -> tuple[Continuation, TokenPlan]:
+        id_text = services.pool.kinds.id_text(session.info.session_id)
+
+        async def render(rendering: Rendering) -> Rendered:
+            return await kind.render(replica, request, rendering, id_text)
+
+        return await plan_tokens(session, found, request, render, services.settings.thinking == "retain")
+
+
+MESSAGES = MessagesPlanner()
+
 # What the engine can take.
 
 
-def fit_window(request: Request, replica: Replica, sampling: dict[str, Any], prompt_length: int) -> None:
-    """Clamp max_tokens to what the window leaves. Raises ContextTooLong when the prompt alone does not fit."""
-    window = replica.max_model_len
-    if window is None:
-        return
-    room = window - prompt_length
-    if room < 1:
-        field = "messages" if request.prompt is None else "prompt"
+def find_room(call: Admitted, window: int | None, granted: Share, prompt_length: int | None = None) -> dict[str, Any]:
+    """The call's parameters, with no more max_tokens than `window` and what it was `granted` of a budget leave after the prompt (None: its
+    length is not known). Raises ContextTooLong and BudgetExhausted where that is nothing."""
+    sampling, rooms = dict(call.sampling), list[int]()
+    if window is not None and prompt_length is not None:
+        rooms.append(_leave_room(call.planner.param, window, prompt_length))
+    if call.session.has_budget:
+        rooms += find_rooms(call.session.info, granted, call.request.n, prompt_length or 0)
+    for room in rooms:
+        sampling["max_tokens"] = min(sampling.get("max_tokens") or room, room)
+    return sampling
+
+
+def _leave_room(param: str, window: int, prompt_length: int) -> int:
+    if prompt_length >= window:
         raise ContextTooLong(
-            f"This model's maximum context length is {window} tokens. However, your {field} resulted in "
-            f"{prompt_length} tokens. Please reduce the length of the {field}.",
-            param=field,
+            f"This model's maximum context length is {window} tokens. However, your {param} resulted in "
+            f"{prompt_length} tokens. Please reduce the length of the {param}.",
+            param=param,
             tokens=prompt_length,
             window=window,
         )
-    sampling["max_tokens"] = min(sampling.get("max_tokens") or room, room)
+    return window - prompt_length
 
 
 _TEXTS = ("text", "input_text", "output_text", "refusal", "thinking")
 
 
-def check_places(request: Request, media: Ranges) -> None:
+def check_media(request: Request, media: Ranges) -> None:
     """Raise RequestError unless the prompt has a place for each image of the request, and for no others."""
     if len(media) != len(request.images):
         raise RequestError(
@@ -416,11 +321,9 @@ def check_places(request: Request, media: Ranges) -> None:
         )
 
 
-def refuse_media(request: Request, found: Continuation, kinds: EngineKinds, kind: EngineKind) -> None:
+def refuse_parts(request: Request, found: Continuation, kinds: EngineKinds, kind: EngineKind) -> None:
     """Raise RequestError for content parts that the token path, with this kind of engine, cannot carry. What it has carried before is not
     checked again."""
-    if request.images:
-        refuse_images(request, kind)
     carried = found.reply_at + 1 if found.parent is not None and kinds.takes_ids(found.parent.api) else 0
     for position in range(carried, len(request.history)):
         content = request.history[position].message.get("content")

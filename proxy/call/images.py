@@ -1,15 +1,39 @@
-"""The images of a call: their bytes for the engine, from the request, this process's memory or the store; kept once the call is sampled."""
+"""The images of a call: their bytes for the engine, from the request, from memory or the store; kept before the call is recorded."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
+from proxy.call.hooks import CallHook
+from proxy.call.phases import Admitted, Sampled
+from proxy.call.plan import refuse_images
 from proxy.call.session import Draft, Session
-from proxy.call.turn import Turn
 from proxy.dialects.base import Request
+from proxy.engine.apis.contact import EngineKinds
+from proxy.engine.replica import Replica
 from proxy.errors import Conflict, RequestError
 from proxy.store.media import MediaStore
+from proxy.store.states import SessionInfo
 from proxy.timeline import STORE, Waiting
+
+
+class ImageHook(CallHook):
+    """Of requests with images."""
+
+    def __init__(self, images: ImageCache, kinds: EngineKinds) -> None:
+        self._images = images
+        self._kinds = kinds
+
+    def joins(self, info: SessionInfo, request: Request) -> bool:
+        return bool(request.images)
+
+    async def before_sampling(self, draft: Draft, request: Request, replica: Replica) -> None:
+        refuse_images(request, self._kinds.of(replica))
+        if not request.image_bytes:
+            await self._images.load(draft, request)
+
+    async def before_commit(self, sampled: Sampled) -> None:
+        await self._images.keep(sampled.call)
 
 
 class ImageCache:
@@ -67,13 +91,13 @@ class ImageCache:
             self._remember(loaded)
         return found
 
-    async def keep(self, turn: Turn) -> None:
+    async def keep(self, call: Admitted) -> None:
         """Store the images of a call that is about to be recorded. Raises Conflict when the session is closed or gone."""
-        request, tree = turn.request, turn.tree
+        request, tree = call.request, call.session
         new = {digest: request.image_bytes[digest] for digest in request.images if digest not in tree.kept_images}
         if new:
             with Waiting(STORE):
-                await self._store.keep(turn.session_id, tree.info.created_at, new)
+                await self._store.keep(call.session_id, tree.info.created_at, new)
             tree.kept_images |= new.keys()
             self._remember(new)
 
