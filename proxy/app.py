@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from fastapi import APIRouter, FastAPI
+from fastapi.concurrency import run_in_threadpool
 
 from proxy.api import archive, batches, calls, dead_letters, engines, groups, media, run, sessions, weights
 from proxy.api.admission import reclaim_places
@@ -164,6 +165,8 @@ def build_image_bounds(settings: Settings) -> ImageBounds:
 async def _lifespan(
     services: Services, store: StoreConnection, harness: HarnessApp, additions: list[Addition]
 ) -> AsyncIterator[None]:
+    # Starlette loads the backend of its tasks when it is first needed: at a request that would take 100 ms longer, and all beside it.
+    await run_in_threadpool(load_scripts)
     services.peers.start()
     preparing = asyncio.create_task(services.renderer.prepare())
     await services.pool.start()

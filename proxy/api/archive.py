@@ -103,8 +103,8 @@ async def export_records(
 )
 async def import_records(request: Request, services: Served, session_id: SessionId) -> Response:
     """Takes msgpack: a part from an export. The last part closes the session."""
-    part, state = _decode_part(await read_body(request, services.settings.max_body_bytes))
-    _check(part, state, session_id)
+    raw = await read_body(request, services.settings.max_body_bytes)
+    part, state = await asyncio.to_thread(_decode_part, raw, session_id)
     await services.archive.restore(state.info, part.start, part.records)
     if part.media:
         await services.media.restore(session_id, state.info.created_at, part.media)
@@ -169,12 +169,15 @@ async def _finish_with_delivery(services: Services, part: Restore, state: Sessio
     return fresh, await fill_group(services, await services.sessions.load(state.info.session_id) or state)
 
 
-def _decode_part(raw: bytes) -> tuple[Restore, SessionState]:
+def _decode_part(raw: bytes, session_id: str) -> tuple[Restore, SessionState]:
+    """The part, checked record by record. Raises RequestError and Conflict."""
     try:
         part = msgspec.msgpack.decode(raw, type=Restore)
-        return part, replace(session_from_wire(part.session), unserved=part.unserved)
+        state = replace(session_from_wire(part.session), unserved=part.unserved)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise RequestError(f"the body is not part of a session: {error}") from error
+    _check(part, state, session_id)
+    return part, state
 
 
 def _check(part: Restore, state: SessionState, session_id: str) -> None:

@@ -19,6 +19,7 @@ from proxy.api.requests import (
     Served,
     SessionId,
     choose_form,
+    encode_each,
     encode_response,
     require_admin,
     require_node,
@@ -213,10 +214,12 @@ async def list_calls(
     form = choose_form(request)
     in_flight = () if state.status in CLOSED else await services.peers.in_flight(intents)
     start = CallsCursor.parse(cursor)
-    page, following = await asyncio.to_thread(
-        rows.calls_as_wire, records, delivered, intents, in_flight, start, limit, form.arrays
-    )
-    return encode_response({"calls": page, "cursor": following}, form)
+
+    def encoded() -> Response:
+        page, following = rows.calls_as_wire(records, delivered, intents, in_flight, start, limit, form.arrays)
+        return encode_response({"calls": encode_each(page, form), "cursor": following}, form)
+
+    return await asyncio.to_thread(encoded)
 
 
 @router.get(
@@ -239,5 +242,9 @@ async def get_trajectories(
     state = await load_session(services, session_id)
     built = await rows.session_rows(services, state, builder)
     form = choose_form(request)
-    wire = [encode_row(row, arrays=form.arrays) for row in built.rows]
-    return encode_response({"trajectories": wire, "accounting": encode_accounting(built.accounting)}, form)
+
+    def encoded() -> Response:
+        wire = encode_each((encode_row(row, arrays=form.arrays) for row in built.rows), form)
+        return encode_response({"trajectories": wire, "accounting": encode_accounting(built.accounting)}, form)
+
+    return await asyncio.to_thread(encoded)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, Generic, TypeVar
@@ -168,6 +168,12 @@ def choose_form(request: Request) -> Encoding:
         if kind == "application/json":
             return Encoding.JSON
     return Encoding.JSON
+
+
+def encode_each(items: Iterable[Any], form: Encoding) -> list[msgspec.Raw]:
+    """The items encoded one by one, to be encoded in a response: an encoder holds Python's lock until it returns."""
+    encode = msgspec.json.encode if form is Encoding.JSON else msgspec.msgpack.encode
+    return [msgspec.Raw(encode(item)) for item in items]
 
 
 def encode_response(content: Any, form: Encoding, status: int = 200) -> Response:

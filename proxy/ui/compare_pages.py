@@ -81,10 +81,14 @@ async def comparison(
     members = await _load_members(ui, group, one)
     one, other = choose_sides(one, other, members)
     views = await asyncio.gather(ui.views.load(one), ui.views.load(other))
-    compared = await asyncio.to_thread(compare, *views, start)
-    sides = [_side(view, call) for view, call in zip(views, (compared.left, compared.right), strict=True)]
+
+    def shown() -> dict[str, Any]:
+        compared = compare(*views, start)
+        sides = [_side(view, call) for view, call in zip(views, (compared.left, compared.right), strict=True)]
+        return {"compared": compared, "sides": sides}
+
     query = {"left": one, "right": other, "group": group}
-    return page(request, "compare.html", sides=sides, compared=compared, members=members, query=query, live=False)
+    return await page(request, "compare.html", members=members, query=query, live=False, **await asyncio.to_thread(shown))
 
 
 async def _load_members(ui: Ui, group_id: str, session_id: str) -> Sequence[SessionState]:

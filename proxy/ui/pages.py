@@ -54,12 +54,12 @@ async def sessions(
     wanted = SessionFilter(q.strip(), status if status in STATUSES else "", _number(at_least), _number(at_most))
     found, now = await asyncio.gather(session_page(ui.services, wanted, cursor or None), _now(ui))
     query = {"q": q, "status": wanted.status, "at_least": at_least, "at_most": at_most}
-    return page(request, "sessions.html", found=found, query=query, statuses=STATUSES, now=now, live=not cursor)
+    return await page(request, "sessions.html", found=found, query=query, statuses=STATUSES, now=now, live=not cursor)
 
 
 async def groups(request: Request, ui: Shown, q: Text = "") -> Response:
     found = [(group, rewards_of(group)) for group in await newest_groups(ui.services, q.strip())]
-    return page(request, "groups.html", groups=found, query={"q": q}, live=True)
+    return await page(request, "groups.html", groups=found, query={"q": q}, live=True)
 
 
 def rewards_of(group: GroupView) -> Rewards | None:
@@ -71,7 +71,7 @@ async def group(request: Request, ui: Shown, id: Text) -> Response:
     if found is None:
         raise NotFound(f"there is no group {id}")
     live = found.closed < max(found.size, len(found.sessions))
-    return page(request, "group.html", group=found, rewards=rewards_of(found), live=live)
+    return await page(request, "group.html", group=found, rewards=rewards_of(found), live=live)
 
 
 async def _now(ui: Ui) -> dict[str, Any]:
@@ -130,27 +130,32 @@ async def session(
     """With `at`, the part that has this call; with `token` too, that call's tokens from there on."""
     view = await ui.views.load(session_id)
     wanted = CallFilter(q.strip(), role, only if only in ONLY else "")
-    part = await asyncio.to_thread(cut_part, view, wanted, start, at, thread)
+
+    def measured() -> dict[str, Any]:
+        return {
+            "part": cut_part(view, wanted, start, at, thread),
+            "roles": sorted({call.role for call in view.summaries}),
+            "tree": draw_tree(view.summaries),
+            "total": summarize(view),
+        }
+
     rows = view.built.rows
-    return page(
+    return await page(
         request,
         "session.html",
         view=view,
         state=view.state,
-        part=part,
         at=at,
         token=token,
         query={"q": wanted.text, "role": role, "only": wanted.only},
         only=ONLY,
-        roles=sorted({call.role for call in view.summaries}),
         rows=list(enumerate(rows, 1))[row_start : row_start + ROWS_ON_A_PAGE],
         row_count=len(rows),
         row_start=row_start,
         row_step=ROWS_ON_A_PAGE,
-        tree=draw_tree(view.summaries),
-        total=summarize(view),
         log=await ui.services.sessions.load_log(session_id),
         live=view.state.status in ("open", "closing"),
+        **await asyncio.to_thread(measured),
     )
 
 
@@ -169,13 +174,13 @@ async def turns(
     wanted = CallFilter(q.strip(), role, only if only in ONLY else "")
     part = await asyncio.to_thread(cut_part, view, wanted, start, "", thread)
     query = {"q": wanted.text, "role": role, "only": wanted.only}
-    return page(request, "turns.html", view=view, state=view.state, part=part, at="", token=None, query=query)
+    return await page(request, "turns.html", view=view, state=view.state, part=part, at="", token=None, query=query)
 
 
 async def call_details(request: Request, ui: Shown, session_id: str, call_id: str) -> Response:
     """A fragment: what is known of a call besides its messages."""
     view = await ui.views.load(session_id)
-    return page(request, "call.html", state=view.state, **describe_call(view, call_id))
+    return await page(request, "call.html", state=view.state, **await asyncio.to_thread(describe_call, view, call_id))
 
 
 def cut_part(view: SessionView, wanted: CallFilter, start: int, at: str, thread_id: str) -> ConversationPage:

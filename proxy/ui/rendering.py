@@ -5,6 +5,7 @@ The templates escape everything, and browsers run and apply nothing but the file
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 from collections.abc import Mapping
@@ -88,12 +89,17 @@ def _finalize(value: Any) -> Any:
     return value.translate(DIRECTION_MARKS) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
-def page(request: Request, name: str, status: int = 200, **shown: Any) -> Response:
-    """A response with the rendered template."""
+async def page(request: Request, name: str, status: int = 200, **shown: Any) -> Response:
+    """A response with the rendered template. A thread renders it, since texts may be long, and compiles it at its first use."""
     told = {"home": home_of(request), "version": static_version(), "path": request.url.path}
-    text = templates().get_template(name).render(has_tasks=request.app.state.ui.tasks is not None, **told, **shown)
+    shown |= {"has_tasks": request.app.state.ui.tasks is not None, **told}
+    text = await asyncio.to_thread(render, name, shown)
+    return Response(text, status, media_type="text/html; charset=utf-8", headers=HEADERS)
+
+
+def render(name: str, shown: Mapping[str, Any]) -> bytes:
     # "replace": a message may contain half a character.
-    return Response(text.encode("utf-8", "replace"), status, media_type="text/html; charset=utf-8", headers=HEADERS)
+    return templates().get_template(name).render(shown).encode("utf-8", "replace")
 
 
 def home_of(request: Request) -> str:

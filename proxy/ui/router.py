@@ -71,12 +71,12 @@ class PageRoute(APIRoute):
             except (Unauthorized, Forbidden) as error:
                 query = f"?{request.url.query}" if request.url.query else ""
                 wanted = f"{request.url.path}{query}" if request.method == "GET" else ""
-                return page(request, "login.html", error.status, wanted=wanted, refused=explain_refusal(request, error))
+                return await page(request, "login.html", error.status, wanted=wanted, refused=explain_refusal(request, error))
             except RequestValidationError as error:
                 refusal: VerbatimError = RequestError(describe(error))
             except VerbatimError as error:
                 refusal = error
-            return page(request, "error.html", refusal.status, message=refusal.message, code=refusal.code)
+            return await page(request, "error.html", refusal.status, message=refusal.message, code=refusal.code)
 
         return answered
 
@@ -199,7 +199,7 @@ def routes(kind: type[APIRoute]) -> APIRouter:
 
 
 async def login_page(request: Request) -> Response:
-    return page(request, "login.html", wanted="", refused="")
+    return await page(request, "login.html", wanted="", refused="")
 
 
 async def login(request: Request) -> Response:
@@ -209,7 +209,7 @@ async def login(request: Request) -> Response:
     try:
         value = log_in(request, given.get("token", "").strip())
     except RequestError as error:
-        return page(request, "login.html", error.status, wanted=wanted, refused=error.message)
+        return await page(request, "login.html", error.status, wanted=wanted, refused=error.message)
     answer = RedirectResponse(wanted, 303, headers=HEADERS)
     set_cookie(request, answer, value)
     return answer
@@ -221,7 +221,7 @@ async def logout(request: Request) -> Response:
     check_same_site(request.headers, get_services(request).settings.public_url)
     if cookie := request.cookies.get(COOKIE):
         await get_services(request).log_outs.add(hash_key(cookie), LASTS_SECONDS)
-    answer = page(request, "login.html", wanted="", refused="")
+    answer = await page(request, "login.html", wanted="", refused="")
     set_cookie(request, answer, "")
     return answer
 
@@ -280,7 +280,8 @@ async def record_file(ui: Ui, session_id: str) -> bytes:
     named = await ui.services.archive.load_named_records(session_id, 0, -1)
     log = await ui.services.sessions.load_log(session_id)
     images = await list_images(ui.services, view.state.info, [record for _, record in named])
-    return msgspec.msgpack.encode(part_as_wire(view.state, view.delivered, view.intents, named, None, log, images))
+    part = part_as_wire(view.state, view.delivered, view.intents, named, None, log, images)
+    return await asyncio.to_thread(msgspec.msgpack.encode, part)
 
 
 async def page_file(ui: Ui, session_id: str) -> bytes:
@@ -328,13 +329,18 @@ async def find_next_token(
     value: Annotated[float | None, Query(allow_inf_nan=False)] = None,
 ) -> Response:
     tokens = await _load_tokens(ui, session_id, tree, name)
-    return _json({"position": tokens.find_next(min(after, len(tokens)), what, value)})
+    position = await asyncio.to_thread(tokens.find_next, min(after, len(tokens)), what, value)
+    return _json({"position": position})
 
 
 @for_programs.get("/sessions/{session_id}/calls/{call_id}/messages/{index}")
 async def message(ui: Shown, session_id: str, call_id: str, index: int) -> Response:
     view = await ui.views.load(session_id)
-    text = whole_text(find_message(view.find_call(call_id), index)).encode("utf-8", "replace")
+
+    def spelled() -> bytes:
+        return whole_text(find_message(view.find_call(call_id), index)).encode("utf-8", "replace")
+
+    text = await asyncio.to_thread(spelled)
     return Response(text, media_type="text/plain; charset=utf-8", headers=HEADERS)
 
 
@@ -347,17 +353,19 @@ async def kept_image(ui: Shown, session_id: str, digest: str) -> Response:
 @for_programs.get("/sessions/{session_id}/calls/{call_id}/messages/{index}/images/{number}")
 async def image(ui: Shown, session_id: str, call_id: str, index: int, number: Annotated[int, Path(ge=0)]) -> Response:
     view = await ui.views.load(session_id)
-    shown = find_message(view.find_call(call_id), index)
+    shown = await asyncio.to_thread(find_message, view.find_call(call_id), index)
     found = find_image(shown, number)
     if found.startswith(SCHEME):
         return image_response(await load_image(ui.services, view.state.info, found.removeprefix(SCHEME)))
-    media_type, content = read_image(shown, number)
+    media_type, content = await asyncio.to_thread(read_image, shown, number)
     return Response(content, media_type=media_type, headers={**HEADERS, "cache-control": "private, max-age=3600"})
 
 
 async def _load_tokens(ui: Ui, session_id: str, tree: Tree, name: str) -> TokenList:
     view = await ui.views.load(session_id)
-    return build_call_tokens(view, view.find_call(name)) if tree == "calls" else build_row_tokens(view, view.find_row(name))
+    if tree == "calls":
+        return await asyncio.to_thread(build_call_tokens, view, view.find_call(name))
+    return await asyncio.to_thread(build_row_tokens, view, view.find_row(name))
 
 
 def _json(content: object) -> Response:

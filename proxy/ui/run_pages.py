@@ -50,7 +50,7 @@ async def run(request: Request, ui: Shown, axis: Axis = "version", policy: Text 
     policy = policy if policy in policies or not policies else policies[0]
     every, totals = ([curve for curve in curves if curve.policy == policy] for curves in (every, totals))
     shown = await asyncio.to_thread(describe_run, axis, every, totals, label, now)
-    return page(
+    return await page(
         request,
         "run.html",
         axis=axis,

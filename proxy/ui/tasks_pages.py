@@ -44,7 +44,7 @@ async def tasks(
     wanted = status if status in STATUSES else ""
     found, following = await _tasks_of(ui).list_tasks(status=wanted or None, limit=TASKS_ON_A_PAGE, cursor=cursor or None)
     query = {"status": wanted}
-    return page(request, "tasks.html", tasks=found, cursor=following, query=query, statuses=STATUSES, live=not cursor)
+    return await page(request, "tasks.html", tasks=found, cursor=following, query=query, statuses=STATUSES, live=not cursor)
 
 
 async def task(
@@ -56,7 +56,7 @@ async def task(
     )
     part = put_in_order(rollouts, order)[start : start + ROLLOUTS_ON_A_PAGE]
     sessions = await asyncio.gather(*(_load_session(ui, rollout["session_id"]) for rollout in part))
-    return page(
+    return await page(
         request,
         "task.html",
         task=found,

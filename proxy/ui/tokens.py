@@ -5,6 +5,7 @@ Which tokens there are, and which call sampled them, is read from the session's 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -332,7 +333,7 @@ async def build_token_page(tokens: TokenList, texts: TokenTexts, start: int, cou
     shown["missing"] = spelled.missing
     shown["alternatives"] = await _alternatives(tokens, texts, start, count)
     if overview:
-        shown["overview"] = tokens.overview()
+        shown["overview"] = await asyncio.to_thread(tokens.overview)
     return shown
 
 
