@@ -117,7 +117,9 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
     outbound = Outbound(settings.outbound_allow, on_loopback=is_loopback(settings.host))
     sessions_bytes = find_session_bytes(1) if settings.session_cache_bytes is None else settings.session_cache_bytes
     bounds = build_image_bounds(settings)
-    cache = SessionCache(sessions, settings.session_cache, sessions_bytes, settings.volatile_lines, bounds)
+    cache = SessionCache(
+        sessions, settings.session_cache, sessions_bytes, settings.volatile_lines, bounds, memo=settings.session_memo
+    )
     services = Services(
         settings=settings,
         tokens=Tokens(settings.given_tokens),

@@ -243,6 +243,9 @@ class Settings(BaseSettings):
     session_cache_bytes: int | None = Field(None, ge=0)
     """Estimated memory for these trees in one process; the least recently used go first, their texts before the rest. Default: a quarter of
     the memory of the machine, or of its container, divided among the processes."""
+    session_memo: bool = True
+    """Whether a call reads only what its body adds to the session's last ones. Off, each is read in full: the same tokens, more slowly. It
+    is there to find out where a difference comes from."""
 
     builder: str = Field("merged", validate_default=True)
     """How sessions become training rows: merged (one row per branch), per_call (one per call), or the name of your own in the entry-point

@@ -40,8 +40,11 @@ class SessionCache:
         capacity_bytes: int,
         volatile_lines: Sequence[str] = (),
         bounds: ImageBounds | None = None,
+        *,
+        memo: bool = True,
     ) -> None:
         self._bounds = bounds
+        self._memo = memo
         self._volatile = (
             re.compile("|".join(f"(?:{line})" for line in volatile_lines), re.MULTILINE) if volatile_lines else None
         )
@@ -94,7 +97,7 @@ class SessionCache:
             raise Conflict(f"session '{session_id}' is {state.status}; it takes no more calls")
         if tree is not None and tree.info.created_at != state.info.created_at:
             self.forget(session_id)
-        tree = Session(state.info, self._volatile, self._bounds)
+        tree = Session(state.info, self._volatile, self._bounds, memo=self._memo)
         if state.info.replay is not None:
             tree.recording = await self.load_recording(state.info.replay)
         if state.calls:

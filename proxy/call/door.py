@@ -56,7 +56,6 @@ from proxy.images import check_image
 from proxy.services import Services
 from proxy.store.states import SessionInfo
 from proxy.timeline import HARNESS, PARSE, REPLY, TIMELINE, Timeline, Waiting
-from reconstruct.messages import hash_bytes
 from reconstruct.records import Call
 
 log = logging.getLogger(__name__)
@@ -207,9 +206,9 @@ class HarnessApp:
         draft = Draft(tree, self._services.pool.window)
         request = await self._parse(draft, exchange.dialect.parse, incoming)
         self._services.metrics.dropped(request.dialect, request.dropped_tools)
-        body, headers = incoming.body, exchange.headers
+        body, headers = draft.body(incoming.body), exchange.headers
         # A large body takes a tenth of a second.
-        digest = hash_bytes(body) if len(body) <= LARGE_BYTES else await asyncio.to_thread(hash_bytes, body)
+        digest = body.digest() if body.unhashed_bytes <= LARGE_BYTES else await asyncio.to_thread(body.digest)
         call = exchange.call = await admit(draft, request, digest, headers, exchange.timeline, self._services)
         if isinstance(exchange.client, ArrayMember):
             exchange.client.take_turn(call.call_id, request.n)
@@ -306,15 +305,15 @@ class HarnessApp:
     async def _parse(self, draft: Draft, parse: Parse, incoming: Incoming) -> Request:
         """Parse with what this process knows of the session, and if that is not enough, once more with what the store knows. New
         images are decoded once, so that nothing of a broken one is kept."""
-        refreshed, request = False, None
+        request = None
         while request is None:
             try:
-                request = await self._parsing.parse(draft, parse, incoming, again=refreshed)
+                request = await self._parsing.parse(draft, parse, incoming, again=draft.refreshed)
             except UnknownCall:
-                if refreshed and not draft.tree.lacks_texts:
+                if draft.refreshed and not draft.tree.lacks_texts:
                     raise
                 await self._services.cache.refresh(draft.tree)
-                refreshed = True
+                draft.refreshed = True
         if draft.images:
             await self._parsing.check_images(draft)
         return request

@@ -25,9 +25,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from proxy.call.memo import HistoryMemo, Memos, Reading
 from proxy.call.recording import Recording
 from proxy.call.window import TOKEN_BYTES, check_texts, find_texts
-from proxy.dialects.base import HistoryMessage, ItemReader, ParsedMessage, Seals, read_model
+from proxy.dialects.base import Divide, HistoryMessage, ItemReader, ParsedMessage, Seals, read_model
+from proxy.dialects.raw_history import SplitBody, split_body
 from proxy.errors import UnknownCall
 from proxy.images import ImageBounds, ImageReader, images_in
 from proxy.store.states import SessionInfo
@@ -113,8 +115,16 @@ class ParseLane:
 class Session:
     """One session's forest, with what was decoded, digested and compared once so that no call does it for its whole history."""
 
-    def __init__(self, info: SessionInfo, volatile: re.Pattern[str] | None = None, bounds: ImageBounds | None = None) -> None:
+    def __init__(
+        self,
+        info: SessionInfo,
+        volatile: re.Pattern[str] | None = None,
+        bounds: ImageBounds | None = None,
+        *,
+        memo: bool = True,
+    ) -> None:
         self.info = info
+        self.memos = Memos() if memo else Memos(0)
         self.has_budget = info.has_budget
         self.bounds = bounds or ImageBounds()
         self.kept_images: set[str] = set()
@@ -151,7 +161,7 @@ class Session:
         recent = sum(ids.nbytes for ids in (*self._recent.values(), *self._renderings.values()))
         # The next request has a reply decoded, and all ids of one call put together.
         coming = _MEMORY_PER_BYTE * self._reply_bytes + max(0, np.dtype(np.int32).itemsize * self._longest - recent)
-        return recorded + self._call_bytes + self._item_bytes + recent + coming
+        return recorded + self._call_bytes + self._item_bytes + self.memos.size_bytes + recent + coming
 
     @property
     def lacks_texts(self) -> bool:
@@ -162,6 +172,7 @@ class Session:
         """Forget everything but what the calls' ids are put together from and later histories are found by. Returns about how much memory
         the session then takes, in bytes; it takes `memory_bytes` once a request has come."""
         self.items = {}
+        self.memos.forget()
         self.told = {}
         self._replies, self._replied, self._histories = {}, {}, OrderedDict()
         self._recent, self._renderings, self._replays = OrderedDict(), OrderedDict(), OrderedDict()
@@ -412,16 +423,19 @@ class Draft:
 
     Implements `proxy.dialects.base.Past`."""
 
-    __slots__ = ("_new", "_reader", "missed", "seals", "tree", "window")
+    __slots__ = ("_memos", "_new", "_read", "_reader", "refreshed", "seals", "tree", "window")
 
     def __init__(self, tree: Session, window: int | None = None) -> None:
         self.tree = tree
         self.window = window
         """The most tokens that any engine takes, None where that is not known."""
         self._reader: ImageReader | None = None
-        self.missed: set[str] = set()
+        self.refreshed = False
         self.seals = Seals()
         self._new: dict[SeenKey, tuple[list[HistoryMessage], int]] = {}
+        self._memos: Sequence[HistoryMemo] = ()
+        self._read: tuple[Divide, SplitBody, Reading] | None = None
+        """The history that was read last, as it may be remembered."""
 
     @property
     def reader(self) -> ImageReader:
@@ -434,6 +448,33 @@ class Draft:
     def images(self) -> Mapping[str, bytes]:
         """The bytes of those images, by digest."""
         return {} if self._reader is None else self._reader.images
+
+    @property
+    def way(self) -> str:
+        """How much of the body was known; see `SplitBody`. "" before its history was read."""
+        return "" if self._read is None else self._read[1].way
+
+    def body(self, body: bytes) -> SplitBody:
+        """The request's body as it was read; whole where it has no history."""
+        split = None if self._read is None else self._read[1]
+        return split if split is not None and split.body is body else SplitBody(body, {}, [])
+
+    def split(self, body: bytes, listed: str, divide: Divide) -> SplitBody:
+        self._memos = self.tree.memos.find(divide)
+        return split_body(body, listed, [memo.raw for memo in self._memos])
+
+    def read(self, split: SplitBody, divide: Divide) -> tuple[list[HistoryMessage], list[bytes]]:
+        memo = next((memo for memo in self._memos if memo.raw is split.before), None)
+        reading, first = Reading().up_to(0) if memo is None else memo.reading.up_to(split.known)
+        for unit in divide(split.items(first)):
+            if unit.fresh:
+                reading.places.append((first + unit.start, len(reading.messages), len(reading.aside)))
+            if unit.read is None:
+                reading.aside.append(unit.raw)
+            else:
+                reading.messages.extend(self.see(unit.raw, unit.read))
+        self._read = divide, split, reading
+        return [*reading.messages], [*reading.aside]
 
     def see(self, raw: bytes, read: ItemReader) -> list[HistoryMessage]:
         # The same bytes may mean another message in another dialect.
@@ -462,7 +503,9 @@ class Draft:
         """The call is recorded."""
         for key, (seen, size) in self._new.items():
             self.tree.keep(key, seen, size)
-        self._new = {}
+        if self._read is not None:
+            self.tree.memos.keep(*self._read)
+        self._new, self._read = {}, None
 
     def call(self, call_id: str) -> Call:
         return self.tree.call(call_id)

@@ -12,16 +12,18 @@ as `parse` restores them; any other id it mints (items, signatures) it reads bac
 from __future__ import annotations
 
 import base64
+import functools
 import os
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
+from proxy.dialects.raw_history import SplitBody
 from proxy.errors import RequestError, VerbatimError
 from reconstruct.messages import Digests
 from reconstruct.records import MODEL, Call
@@ -168,6 +170,35 @@ ItemReader = Callable[[bytes, "Past"], list[ParsedMessage]]
 """Reads one raw item of a history. What it makes of an item is remembered for the session, so it must hold for every later request."""
 
 
+class Unit(NamedTuple):
+    """Raw items of a history that are read together."""
+
+    start: int
+    """The number of its first item."""
+    raw: bytes
+    """What `read` takes."""
+    read: ItemReader | None
+    """None: the dialect itself reads it with every request."""
+    fresh: bool = True
+    """Whether items from here on are divided alike whatever stands before, as long as all that stand before are there: units before
+    this one stay what they are, and this one with its items begins a history of its own that is divided in the same way."""
+
+
+Divide = Callable[[Sequence[bytes]], Iterable[Unit]]
+"""Divides the raw items of a history into units. What a session remembers of a history is remembered under this function: pass the same
+one every time, and none that holds anything of the request."""
+
+
+@functools.cache
+def one_by_one(read: ItemReader) -> Divide:
+    """Each item on its own."""
+
+    def divide(items: Sequence[bytes]) -> Iterable[Unit]:
+        return (Unit(at, item, read) for at, item in enumerate(items))
+
+    return divide
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class HistoryMessage:
     """A message of the session's histories, decoded and digested once and shared by requests. `minted`: the calls that ids in it name.
@@ -186,11 +217,20 @@ class HistoryMessage:
 class Past(Protocol):
     """What a dialect may learn of the session while it reads a request: `proxy.call.session.Draft`."""
 
-    missed: set[str]
-    """Calls that the request names and that were not in memory. Named again after a refresh, they are not in the store either."""
+    refreshed: bool
+    """Whether the store was asked for what the session has: a call that is still not known is no call of it."""
 
     seals: Seals
     """Opens the request's seals."""
+
+    def split(self, body: bytes, listed: str, divide: Divide) -> SplitBody:
+        """The body's fields, decoded, and its history in the field `listed`, which `divide` is to divide: see `split_body`. What the
+        session's last recorded bodies brought, too, is not parsed again. Raises RequestError."""
+        ...
+
+    def read(self, split: SplitBody, divide: Divide) -> tuple[list[HistoryMessage], list[bytes]]:
+        """The messages of the history, and its units without a reader, both in order. Raises what the readers raise."""
+        ...
 
     def see(self, raw: bytes, read: ItemReader) -> list[HistoryMessage]:
         """The messages that `read` makes of a raw item, from memory if the session has sent the item before. `read` is part of the

@@ -23,10 +23,11 @@ from proxy.dialects.base import (
     Past,
     Reply,
     Request,
+    one_by_one,
     retry_headers,
     show_logprobs,
 )
-from proxy.dialects.fields import decode, encode, placeholder_id, split_body, tool_call
+from proxy.dialects.fields import decode, encode, placeholder_id, tool_call
 from proxy.errors import BudgetExhausted, RequestError, VerbatimError
 
 _SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "seed", "max_tokens", "stop")}
@@ -85,8 +86,9 @@ class ChatDialect(OpenAIDialect):
     is_one_to_one = True
 
     def parse(self, incoming: Incoming, past: Past) -> Request:
-        body, items = split_body(incoming.body, "messages")
-        history = [seen for item in items for seen in past.see(item, _read_message)]
+        split = past.split(incoming.body, "messages", _DIVIDE)
+        body = split.fields
+        history, _ = past.read(split, _DIVIDE)
         if not history:
             raise RequestError("'messages' must be a non-empty list", param="messages")
         fields.refuse_prefill(history[-1].message)
@@ -282,6 +284,9 @@ def _read_message(raw: bytes, _: Past) -> list[ParsedMessage]:
     for call in fields.objects(message, "tool_calls"):
         _check_tool_call(call)
     return [ParsedMessage(message)]
+
+
+_DIVIDE = one_by_one(_read_message)
 
 
 def _check_tool_call(call: Mapping[str, Any]) -> None:

@@ -211,28 +211,9 @@ def _bounded(value: int, key: str) -> int:
     raise RequestError(f"'{key}' must be an integer of at most 64 bits", param=key)
 
 
-# JSON. A harness sends its whole history with every call: `split_body` leaves that history's items raw, so that an item is decoded and
-# digested only the first time the session sends it.
+# JSON. A body with a history is taken apart by `proxy.dialects.raw_history`.
 
 encode = msgspec.json.Encoder().encode
-
-_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_LIST = msgspec.json.Decoder(list[msgspec.Raw])
-
-
-def split_body(body: bytes, listed: str) -> tuple[dict[str, Any], list[bytes]]:
-    """The body's fields, decoded, without `listed`, and the raw items of that; an absent list is empty.
-
-    A lone surrogate, which JSON can express and UTF-8 cannot, becomes the replacement character. Raises RequestError if the body is no
-    JSON object, `listed` is no list, or there are more values, items or tools than one request may have.
-    """
-    check_values(body, MAX_VALUES, "the body")
-    try:
-        return _split(body, listed)
-    except RequestError:
-        raise
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return _split(_replace_surrogates(body, error), listed)
 
 
 def decode(raw: bytes) -> Any:
@@ -241,37 +222,10 @@ def decode(raw: bytes) -> Any:
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return msgspec.json.decode(_replace_surrogates(raw, error))
+        return msgspec.json.decode(replace_surrogates(raw, error))
 
 
-def _split(body: bytes, listed: str) -> tuple[dict[str, Any], list[bytes]]:
-    try:
-        raw = _OBJECT.decode(body)
-    except msgspec.ValidationError as error:
-        raise RequestError("the body must be a JSON object") from error
-    history = raw.pop(listed, None)
-    fields = {name: _decode_field(name, bytes(value)) for name, value in raw.items()}
-    if history is None or bytes(history) == b"null":
-        return fields, []
-    try:
-        items = [bytes(item) for item in _LIST.decode(history)]
-    except msgspec.ValidationError as error:
-        raise RequestError(f"'{listed}' must be a list", param=listed) from error
-    if len(items) > MAX_MESSAGES:
-        # Without `param`: callers take an error about this field to mean that it is no list, which some vendors allow.
-        raise RequestError(f"'{listed}' holds {len(items)} items, of at most {MAX_MESSAGES}")
-    return fields, items
-
-
-def _decode_field(name: str, raw: bytes) -> Any:
-    check_values(raw, MAX_FIELD_VALUES, f"'{name}'", name)
-    value = decode(raw)
-    if name == "tools" and isinstance(value, list):
-        check_tools(value)
-    return value
-
-
-def _replace_surrogates(raw: bytes, error: Exception) -> bytes:
+def replace_surrogates(raw: bytes, error: Exception) -> bytes:
     """The same JSON with replacement characters for lone surrogates; raises RequestError from `error` if they are not the problem."""
     try:
         text = json.dumps(json.loads(raw), ensure_ascii=False, allow_nan=False)
@@ -393,9 +347,6 @@ MAX_VALUES = 250_000
 MAX_FIELD_VALUES = 50_000
 """Values in one field beside the history, such as the tools: they are compared with every call."""
 
-MAX_MESSAGES = 20_000
-"""Messages, or items, in one history."""
-
 MAX_TOOLS = 2_048
 
 PIECE_BYTES = 2**19
@@ -421,6 +372,11 @@ def check_values(raw: bytes, most: int, what: str, param: str | None = None) -> 
     # A value takes at least two bytes: its own and a comma.
     if len(raw) > 2 * most and _has_more(_pieces(raw), most) and _has_more(_outside_strings(raw), most):
         raise RequestError(f"{what} holds more than {most} values", param=param)
+
+
+def count_values(raw: bytes) -> int:
+    """How many values the JSON text holds at most: what stands inside strings is counted, too."""
+    return sum(len(piece.translate(None, _NOT_VALUES)) for piece in _pieces(raw))
 
 
 def _depth(pieces: Iterator[bytes]) -> int:

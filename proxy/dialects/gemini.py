@@ -21,10 +21,11 @@ from proxy.dialects.base import (
     Request,
     retry_headers,
 )
-from proxy.dialects.fields import decode, encode, split_body
+from proxy.dialects.fields import decode, encode
 from proxy.dialects.gemini_contents import read_system, split_units
 from proxy.dialects.gemini_fields import normalize, parse_generation, parse_tool_choice, parse_tools
 from proxy.dialects.gemini_reply import Candidate, GeminiReplyOptions, GeminiStream, build_usage, describe_error
+from proxy.dialects.raw_history import SplitBody
 from proxy.errors import RequestError, VerbatimError
 
 _ANY_VERSION = r"(?:/v1(?:beta|alpha)?){0,2}"
@@ -91,12 +92,12 @@ class GeminiDialect(Dialect):
         return request
 
     def _parse(self, incoming: Incoming, past: Past) -> Request:
-        body, items = _split(incoming.body)
+        split, body = _split(incoming.body, past)
         if "cachedContent" in body:
             raise RequestError(
                 "'cachedContent' names a cache that this service does not have; send its contents", param="cachedContent"
             )
-        history = [seen for item, read in split_units(items) for seen in past.see(item, read)]
+        history, _ = past.read(split, split_units)
         if not history:
             raise RequestError("'contents' must be a non-empty list", param="contents")
         generation = parse_generation(body)
@@ -125,7 +126,7 @@ class GeminiDialect(Dialect):
 
     def parse_count(self, incoming: Incoming, past: Past) -> Request:
         """The request whose prompt is counted: the body, or the one under `generateContentRequest`. Its last content may be the model's."""
-        body, _ = _split(incoming.body)
+        _, body = _split(incoming.body, past)
         inner = body.get("generateContentRequest")
         return self._parse(incoming if inner is None else replace(incoming, body=encode(inner)), past)
 
@@ -150,20 +151,20 @@ class GeminiDialect(Dialect):
         return encode(_model(name, window))
 
 
-def _split(body: bytes) -> tuple[dict[str, Any], list[bytes]]:
-    """The body's fields, named in camel case, and its raw contents; a lone content counts as a list of one."""
+def _split(body: bytes, past: Past) -> tuple[SplitBody, dict[str, Any]]:
+    """The body with its raw contents, a lone content being a list of one, and its fields, named in camel case."""
     try:
-        found, items = split_body(body, "contents")
+        split = past.split(body, "contents", split_units)
     except RequestError as error:
         if error.param != "contents":
             raise
         found = decode(body)
         if not isinstance(found["contents"], dict):
             raise
-        items = [encode(found.pop("contents"))]
-    if isinstance(found, dict):
-        fields.refuse_continuation(found)
-    return normalize(found, "body"), items
+        contents = [encode(found.pop("contents"))]
+        split = SplitBody(body, found, contents)
+    fields.refuse_continuation(split.fields)
+    return split, normalize(split.fields, "body")
 
 
 def _system(body: Mapping[str, Any], past: Past) -> list[HistoryMessage]:

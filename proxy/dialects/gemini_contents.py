@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from proxy.dialects import fields
-from proxy.dialects.base import ItemReader, ParsedMessage, Past, Seals, tool_call_id
+from proxy.dialects.base import ParsedMessage, Past, Seals, Unit, tool_call_id
 from proxy.dialects.fields import arguments_text, decode, placeholder_id, tool_call
 from proxy.dialects.gemini_fields import check_depth, get_object, get_objects, normalize
 from proxy.errors import RequestError
@@ -34,14 +34,19 @@ class _Role(msgspec.Struct):
 _decode_role = msgspec.json.Decoder(_Role).decode
 
 
-def split_units(items: Sequence[bytes]) -> Iterator[tuple[bytes, ItemReader]]:
-    """The raw contents as units that can be read on their own, each with its reader: a turn of the model with the responses to it, or one
-    content."""
+def split_units(items: Sequence[bytes]) -> Iterator[Unit]:
+    """The raw contents as units that can be read on their own: a turn of the model with the responses to it, or one content."""
     is_models = [_is_model(item) for item in items]
-    start = 0
+    start, after_model = 0, False
     while start < len(items):
+        after_model = after_model or is_models[start]
         end = _turn_end(items, is_models, start) if is_models[start] else start + 1
-        yield (items[start], read_content) if end == start + 1 else (b"[" + b",".join(items[start:end]) + b"]", read_turn)
+        # What the user says after a turn of the model is of that turn as soon as a response follows it.
+        fresh = is_models[start] or not after_model
+        if end == start + 1:
+            yield Unit(start, items[start], read_content, fresh)
+        else:
+            yield Unit(start, b"[" + b",".join(items[start:end]) + b"]", read_turn, fresh)
         start = end
 
 

@@ -7,7 +7,7 @@ harness requested thinking, and otherwise stays in the record.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,18 +16,19 @@ import msgspec
 from proxy.dialects import fields
 from proxy.dialects.base import (
     Dialect,
+    Divide,
     Endpoint,
     ErrorAnswer,
     HistoryMessage,
     Incoming,
-    ItemReader,
     ParsedMessage,
     Past,
     Reply,
     Request,
+    Unit,
     retry_headers,
 )
-from proxy.dialects.fields import decode, encode, split_body
+from proxy.dialects.fields import decode, encode
 from proxy.dialects.messages_reply import (
     MessagesStream,
     describe_error,
@@ -84,8 +85,12 @@ class MessagesDialect(Dialect):
 
     def parse_count(self, incoming: Incoming, past: Past) -> Request:
         """As `parse`, but the history may end in a message of the assistant."""
-        body, items = split_body(incoming.body, "messages")
-        history = _history(body, items, past, _reader(incoming.later_system_role))
+        divide = _divider(incoming.later_system_role)
+        split = past.split(incoming.body, "messages", divide)
+        body, (messages, leading) = split.fields, past.read(split, divide)
+        history = [*_system(body, leading, past), *messages]
+        if not messages:
+            raise RequestError("messages: at least one message is required", param="messages")
         functions, dropped = parse_tools(body)
         return Request(
             dialect=self.name,
@@ -124,22 +129,19 @@ class MessagesDialect(Dialect):
 
 
 @functools.cache
-def _reader(later_system_role: str) -> ItemReader:
-    """One function per role: `Past.see` looks messages up by it."""
-    return functools.partial(read_message, later_system_role=later_system_role)
+def _divider(later_system_role: str) -> Divide:
+    """Each message on its own; those of the system at the head are part of its prompt."""
+    read = functools.partial(read_message, later_system_role=later_system_role)
 
+    def divide(items: Sequence[bytes]) -> Iterator[Unit]:
+        leads = True
+        for at, item in enumerate(items):
+            is_system = _role(item) in SYSTEM_ROLES
+            leads = leads and is_system
+            # From a system message on, items would be divided as if it were at the head.
+            yield Unit(at, item, None if leads else read, not is_system)
 
-def _history(body: Mapping[str, Any], items: list[bytes], past: Past, read: ItemReader) -> list[HistoryMessage]:
-    prompt = read_texts(body["system"]) if body.get("system") is not None else []
-    begin = 0
-    while begin < len(items) and _role(items[begin]) in SYSTEM_ROLES:
-        prompt += read_texts(decode(items[begin]).get("content"))
-        begin += 1
-    system = _system(prompt, past)
-    history = [*system, *(seen for item in items[begin:] for seen in past.see(item, read))]
-    if len(history) == len(system):
-        raise RequestError("messages: at least one message is required", param="messages")
-    return history
+    return divide
 
 
 class _Head(msgspec.Struct):
@@ -155,12 +157,14 @@ def _role(item: bytes) -> Any:
         return message.get("role") if isinstance(message, dict) else None
 
 
-def _system(prompt: list[str], past: Past) -> list[HistoryMessage]:
-    """The system message: the texts without the session's volatile lines, joined by line ends.
+def _system(body: Mapping[str, Any], leading: Sequence[bytes], past: Past) -> list[HistoryMessage]:
+    """The system message: the texts of the body's and of the leading messages, without the session's volatile lines, joined by line ends.
 
     Each text goes through `past.see`, which drops volatile lines, before the whole does: a line that changes with every request then
     neither leaves an empty line behind nor makes a different prompt.
     """
+    prompt = read_texts(body["system"]) if body.get("system") is not None else []
+    prompt += [text for item in leading for text in read_texts(decode(item).get("content"))]
     lasting = [text for part in prompt for seen in past.see(encode(part), _read_system) if (text := seen.message["content"])]
     return past.see(encode("\n".join(lasting)), _read_system) if lasting else []
 

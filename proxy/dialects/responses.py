@@ -6,17 +6,17 @@ session that was not created with `store: false`, even if another process answer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from proxy.dialects import fields
 from proxy.dialects.base import (
     Action,
+    Divide,
     Endpoint,
     ErrorAnswer,
     HistoryMessage,
     Incoming,
-    ItemReader,
     Past,
     Reply,
     Request,
@@ -24,7 +24,8 @@ from proxy.dialects.base import (
     show_logprobs,
 )
 from proxy.dialects.chat import OpenAIDialect, choose_status, describe_error
-from proxy.dialects.fields import decode, encode, split_body
+from proxy.dialects.fields import decode, encode
+from proxy.dialects.raw_history import SplitBody
 from proxy.dialects.responses_reply import (
     ResponsesReplyOptions,
     ResponsesStream,
@@ -33,7 +34,7 @@ from proxy.dialects.responses_reply import (
     feed,
     parse_options,
 )
-from proxy.dialects.responses_request import ReadSystem, Section, read_message, read_output, read_reply, split_sections
+from proxy.dialects.responses_request import ReadSystem, divider, kind_of
 from proxy.dialects.responses_stored import find_call, load_conversation, record_marks, render_items, render_response
 from proxy.dialects.responses_tools import Toolbox, build_toolbox, parse_tool_choice
 from proxy.errors import ContextTooLong, RequestError, UnknownCall, VerbatimError
@@ -87,17 +88,20 @@ class ResponsesDialect(OpenAIDialect):
     history_field = "input"
 
     def parse(self, incoming: Incoming, past: Past) -> Request:
-        body, items = _split(incoming.body)
+        divide = divider(incoming.later_system_role)
+        split = _split(incoming.body, past, divide)
+        body = split.fields
         for key, message in _UNSUPPORTED.items():
             if body.get(key):
                 raise RequestError(message, param=key)
-        if items and any(name in items[-1] for name in (b'"prefix"', b'"partial"')):
-            fields.refuse_prefill(decode(items[-1]), "input")
-        sections = split_sections(items)
+        last = split.items(len(split) - 1) if len(split) else []
+        if last and any(name in last[0] for name in (b'"prefix"', b'"partial"')):
+            fields.refuse_prefill(decode(last[0]), "input")
+        messages, aside = past.read(split, divide)
         tools = fields.objects(body, "tools")
-        box = build_toolbox([*tools, *_added_tools(sections)])
+        box = build_toolbox([*tools, *_added_tools(aside)])
         options = parse_options(body, tools, box)
-        history, instructions = _history(body, sections, past, incoming.later_system_role)
+        history, instructions = _history(body, messages, aside, past, incoming.later_system_role)
         return Request(
             dialect=self.name,
             model=fields.model(body),
@@ -141,10 +145,10 @@ class ResponsesDialect(OpenAIDialect):
         return isinstance(error, ContextTooLong)
 
 
-def _split(body: bytes) -> tuple[dict[str, Any], list[bytes]]:
-    """The body's fields and its raw input items; a text is one item."""
+def _split(body: bytes, past: Past, divide: Divide) -> SplitBody:
+    """The body with its raw input items; a text is one item."""
     try:
-        return split_body(body, "input")
+        return past.split(body, "input", divide)
     except RequestError as error:
         if error.param != "input":
             raise
@@ -152,47 +156,37 @@ def _split(body: bytes) -> tuple[dict[str, Any], list[bytes]]:
     text = found.pop("input")
     if not isinstance(text, str):
         raise RequestError("'input' must be a string or a list of items", param="input")
-    return found, [encode({"role": "user", "content": text})]
+    return SplitBody(body, found, [encode({"role": "user", "content": text})])
 
 
-def _added_tools(sections: list[Section]) -> list[Any]:
+def _added_tools(aside: Sequence[bytes]) -> list[Any]:
     """The tools that items of the input define."""
-    return [tool for each in sections if each.kind == "tools" for tool in fields.objects(decode(each.raw), "tools")]
+    return [tool for raw in aside if kind_of(raw) == "tools" for tool in fields.objects(decode(raw), "tools")]
 
 
 def _history(
-    body: Mapping[str, Any], sections: list[Section], past: Past, later_system_role: str
+    body: Mapping[str, Any], new: list[HistoryMessage], aside: Sequence[bytes], past: Past, later_system_role: str
 ) -> tuple[list[HistoryMessage], int]:
-    """The messages, system prompt first, and how many characters of that are the request's instructions."""
+    """The messages, system prompt first, and how many characters of that are the request's instructions. `new` are those of the
+    input, `aside` has the system messages before them."""
     instructions = fields.text(body, "instructions") or ""
     prompts = [_system_text(past, encode({"content": instructions}))] if instructions else [""]
+    leading = [raw for raw in aside if kind_of(raw) == "system"]
     history: list[HistoryMessage] = []
     previous = fields.text(body, "previous_response_id")
     if previous is not None:
         call = find_call(previous, past, what="Previous response", param="previous_response_id")
         system, history = load_conversation(call, past)
         prompts.append(system)
+        read = ReadSystem(later_system_role)
+        new = [*(seen for raw in leading for seen in past.see(raw, read)), *new]
     else:
-        leading, sections = _split_leading(sections)
-        prompts += [_system_text(past, section.raw) for section in leading]
-    readers: dict[str, ItemReader] = {
-        "system": ReadSystem(later_system_role),
-        "message": read_message,
-        "output": read_output,
-        "reply": read_reply,
-    }
-    new = [seen for each in sections if each.kind != "tools" for seen in past.see(each.raw, readers[each.kind])]
+        prompts += [_system_text(past, raw) for raw in leading]
     if previous is None and not new and not any(prompts[1:]):
         raise RequestError("'input' must hold a message", param="input")
     text = "\n\n".join(prompt for prompt in prompts if prompt)
     first = past.see(encode({"content": text}), _FIRST_SYSTEM) if text else []
     return [*first, *history, *new], len(prompts[0])
-
-
-def _split_leading(sections: list[Section]) -> tuple[list[Section], list[Section]]:
-    """(the system messages before any other message, what follows them)."""
-    end = next((at for at, section in enumerate(sections) if section.kind not in ("system", "tools")), len(sections))
-    return [section for section in sections[:end] if section.kind == "system"], sections[end:]
 
 
 def _system_text(past: Past, raw: bytes) -> str:

@@ -1,6 +1,6 @@
 """The input items of a Responses request as chat messages.
 
-`split_sections` tells items apart by their heads, without decoding them. The items of one reply stand side by side and make one assistant
+`divider` tells items apart by their heads, without decoding them. The items of one reply stand side by side and make one assistant
 message. Their ids name the reply they come from, wherever they stand: items that a harness puts between the outputs of the calls before
 them still belong to it. Items that only OpenAI's servers make and that mean nothing to another model are skipped; an unknown kind is
 refused, since dropping it would change what the model reads.
@@ -8,6 +8,7 @@ refused, since dropping it would change what the model reads.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.dialects.base import ParsedMessage, Past, Seals, tool_call_id
+from proxy.dialects.base import Divide, ItemReader, ParsedMessage, Past, Seals, Unit, tool_call_id
 from proxy.dialects.fields import decode, tool_call
 from proxy.dialects.responses_items import KINDS_OF_ITEMS, ItemId, is_call_of, parse_function, parse_item_id
 from proxy.errors import RequestError, UnknownCall
@@ -36,7 +37,11 @@ class Section:
     """Raw items that are read together. `kind`: system, message, output, tools or reply."""
 
     kind: str
+    start: int
+    """The number of the first."""
     items: list[bytes]
+    fresh: bool
+    """See `Unit`."""
     reply: str | None = None
     """The call that ids in a reply's items name."""
 
@@ -45,13 +50,32 @@ class Section:
         return self.items[0] if self.kind != "reply" else b"[" + b",".join(self.items) + b"]"
 
 
-def split_sections(items: Sequence[bytes]) -> list[Section]:
+@functools.cache
+def divider(later_system_role: str) -> Divide:
+    """Divides items into sections. Tools, and system messages before any other message, are left to the dialect."""
+    readers: dict[str, ItemReader] = {
+        "system": ReadSystem(later_system_role),
+        "message": read_message,
+        "output": read_output,
+        "reply": read_reply,
+    }
+
+    def divide(items: Sequence[bytes]) -> Iterator[Unit]:
+        leads = True
+        for each in _split_sections(items):
+            leads = leads and each.kind in ("system", "tools")
+            yield Unit(each.start, each.raw, None if leads else readers.get(each.kind), each.fresh)
+
+    return divide
+
+
+def _split_sections(items: Sequence[bytes]) -> list[Section]:
     """The items in order, those of one reply together. Raises RequestError for an unknown kind of item, UnknownCall for a reference to an
     id that this service did not mint."""
     found: list[Section] = []
     reply: Section | None = None
     beside = False
-    for raw in items:
+    for at, raw in enumerate(items):
         head = _read_head(raw)
         kind = _kind(head)
         if kind == "":
@@ -60,16 +84,22 @@ def split_sections(items: Sequence[bytes]) -> list[Section]:
             item_id = parse_item_id(head.id, head.call_id)
             call_id = item_id.call_id if item_id else None
             if reply is None or not _belongs(reply, call_id, beside):
-                reply = Section("reply", [])
+                reply = Section("reply", at, [], True)
                 found.append(reply)
             reply.items.append(raw)
             reply.reply, beside = reply.reply or call_id, True
             continue
-        found.append(Section(kind, [raw]))
+        # Items after a reply may be followed by more of it; a system message at the start is another than a later one.
+        found.append(Section(kind, at, [raw], kind == "message" or (kind == "output" and reply is None)))
         beside = False
         if kind in ("system", "message"):
             reply = None
     return found
+
+
+def kind_of(raw: bytes) -> str:
+    """The kind of the item's section. Raises as `divider`."""
+    return _kind(_read_head(raw))
 
 
 def _belongs(reply: Section, call_id: str | None, beside: bool) -> bool:
@@ -198,7 +228,7 @@ def read_reply(raw: bytes, past: Past) -> list[ParsedMessage]:
     """The items of one reply as an assistant message.
 
     If an item does not carry the sampled arguments unchanged, or is only a reference, they are looked up in `past`. A call unknown to it
-    raises UnknownCall, once per request: the store may know it.
+    raises UnknownCall until the store was asked: it may know it.
     """
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     reasoning, minted = "", ""
@@ -239,9 +269,8 @@ def _find_sampled(minted: ItemId, past: Past) -> dict[str, Any] | None:
     try:
         calls = past.reply(minted.call_id).get("tool_calls") or []
     except UnknownCall:
-        if minted.call_id in past.missed:
+        if past.refreshed:
             return None
-        past.missed.add(minted.call_id)
         raise
     return calls[minted.position]["function"] if minted.position < len(calls) else None
 

@@ -16,7 +16,7 @@ from proxy.call.phases import Continuation
 from proxy.call.plan import find_parent
 from proxy.call.record import locate
 from proxy.call.session import Draft, Session
-from proxy.dialects.base import HistoryMessage, ParsedMessage, Past, Request, seal
+from proxy.dialects.base import HistoryMessage, ParsedMessage, Past, Request, seal, tool_call_id
 from proxy.store.states import SessionInfo
 from reconstruct.codec import encode
 from reconstruct.messages import chain, digest_message, digest_messages, root_key
@@ -38,6 +38,7 @@ MESSAGES: list[dict[str, Any]] = [
     {"role": "tool", "tool_call_id": "of nobody", "content": "x"},
 ]
 ROOTS = [b"one root", b"another"]
+NAMED = "0123456789abcdef01234567"
 
 messages_lists = st.lists(st.sampled_from(MESSAGES), max_size=6)
 
@@ -121,6 +122,25 @@ def test_how_a_message_replays_a_reply_is_not_believed_of_another_message_that_t
         message = {"role": "assistant", "content": said}
         seen = HistoryMessage(message, digest_message(message))
         assert (session.projection("c1", seen, {}) is not None) == (said == "said")
+
+
+def test_a_history_that_names_a_call_of_another_process_is_hashed_again_once_that_is_known() -> None:
+    session = Session(SessionInfo("s", b"", 0.0, echo_policy="minted"))
+    named = {
+        "role": "assistant",
+        "content": "said otherwise",
+        "tool_calls": [{"id": tool_call_id(NAMED, 0), "function": {"name": "f"}}],
+    }
+    history = seen_by(session, [MESSAGES[0], named])
+    before = session.chained(ROOTS[0], history)
+    session.remember(before)
+    reply = b'{"role":"assistant","content":"said"}'
+    recorded = call(NAMED, fields={"reply": reply, "fingerprint": before.fingerprints[1]})
+    session.learn([encode(recorded)], 0)
+    fresh = Session(SessionInfo("s", b"", 0.0, echo_policy="minted"))
+    fresh.learn([encode(recorded)], 0)
+    after = session.chained(ROOTS[0], history).fingerprints
+    assert after == fresh.chained(ROOTS[0], history).fingerprints != before.fingerprints
 
 
 def test_the_root_of_a_call_is_that_of_its_own_tools_whatever_was_offered_before() -> None:

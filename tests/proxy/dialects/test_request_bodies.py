@@ -13,7 +13,8 @@ import pytest
 from proxy.call.session import Draft, Session
 from proxy.dialects.base import Incoming
 from proxy.dialects.catalogue import dialects
-from proxy.dialects.fields import decode, split_body
+from proxy.dialects.fields import decode
+from proxy.dialects.raw_history import split_body
 from proxy.errors import RequestError
 from proxy.store.states import SessionInfo
 from tests.support.engine.scripted_engine import ScriptedEngine
@@ -22,14 +23,14 @@ from tests.support.service.running_service import RunningService
 
 
 def test_the_fields_are_decoded_and_the_items_of_the_history_left_raw() -> None:
-    fields, items = split_body(b'{"model": "m", "n": 2, "messages": [{"a":  1}, {"b": [2]}]}', "messages")
-    assert fields == {"model": "m", "n": 2}
-    assert [json.loads(item) for item in items] == [{"a": 1}, {"b": [2]}]
+    split = split_body(b'{"model": "m", "n": 2, "messages": [{"a":  1}, {"b": [2]}]}', "messages")
+    assert split.fields == {"model": "m", "n": 2}
+    assert [json.loads(item) for item in split.items()] == [{"a": 1}, {"b": [2]}]
 
 
 @pytest.mark.parametrize("body", [b"{}", b'{"messages": null}', b'{"messages": []}'])
 def test_an_absent_history_is_empty(body: bytes) -> None:
-    assert split_body(body, "messages")[1] == []
+    assert split_body(body, "messages").items() == []
 
 
 @pytest.mark.parametrize(

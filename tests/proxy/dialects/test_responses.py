@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from proxy.dialects.base import (
     Choice,
     Delta,
+    Divide,
     HistoryMessage,
     Incoming,
     ItemReader,
@@ -25,6 +26,7 @@ from proxy.dialects.base import (
     seal,
     tool_call_id,
 )
+from proxy.dialects.raw_history import SplitBody, split_body
 from proxy.dialects.responses import ResponsesDialect
 from proxy.errors import RequestError, UnknownCall
 from reconstruct.messages import digest_message, minted_call_ids, projection
@@ -58,8 +60,16 @@ class Remembered:
 
     def __init__(self, reply: dict[str, Any] | None = None) -> None:
         self._reply = reply
-        self.missed: set[str] = set()
+        self.refreshed = True
         self.seals = Seals()
+
+    def split(self, body: bytes, listed: str, divide: Divide) -> SplitBody:
+        return split_body(body, listed)
+
+    def read(self, split: SplitBody, divide: Divide) -> tuple[list[HistoryMessage], list[bytes]]:
+        units = list(divide(split.items()))
+        messages = [seen for unit in units if unit.read is not None for seen in self.see(unit.raw, unit.read)]
+        return messages, [unit.raw for unit in units if unit.read is None]
 
     def see(self, raw: bytes, read: ItemReader) -> list[HistoryMessage]:
         return [self._seen(heard) for heard in read(raw, self)]
@@ -246,13 +256,16 @@ def test_sealed_reasoning_alone_names_its_reply_and_holds_its_thought() -> None:
     assert (seen.message["reasoning_content"], seen.minted) == ("a thought", (CALL_ID,))
 
 
-def test_a_call_that_is_nowhere_known_is_looked_for_once() -> None:
+def test_calls_that_are_nowhere_known_are_looked_for_once() -> None:
     past = Remembered()
-    item = {"type": "custom_tool_call", "call_id": tool_call_id(CALL_ID, 0), "name": "apply_patch", "input": "x"}
+    past.refreshed = False
+    called = {"type": "custom_tool_call", "name": "apply_patch", "input": "x"}
+    items = [{**called, "call_id": tool_call_id(call_id, 0)} for call_id in (CALL_ID, CALL_ID[::-1])]
     with pytest.raises(UnknownCall):
-        parse(past, input=[item])
-    (message,) = parse(past, input=[item]).messages
-    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"input": "x"}
+        parse(past, input=items)
+    past.refreshed = True
+    calls = [call for message in parse(past, input=items).messages for call in message["tool_calls"]]
+    assert [json.loads(call["function"]["arguments"]) for call in calls] == [{"input": "x"}] * 2
 
 
 def test_lone_surrogates_are_replaced() -> None:

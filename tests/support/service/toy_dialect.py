@@ -17,6 +17,7 @@ from proxy.dialects.base import (
     Past,
     Reply,
     Request,
+    one_by_one,
     retry_headers,
 )
 from proxy.errors import RequestError, VerbatimError
@@ -35,13 +36,14 @@ class ToyDialect(Dialect):
     operation = "toy_talk"
 
     def parse(self, incoming: Incoming, past: Past) -> Request:
-        body, items = fields.split_body(incoming.body, "turns")
-        if not items:
+        split = past.split(incoming.body, "turns", one_by_one(read_turn))
+        body, (history, _) = split.fields, past.read(split, one_by_one(read_turn))
+        if not history:
             raise RequestError("'turns' must not be empty", param="turns")
         return Request(
             dialect=self.name,
             model=fields.model(body),
-            history=[seen for item in items for seen in past.see(item, read_turn)],
+            history=history,
             sampling=fields.sampling(body, {"most": "max_tokens"}),
             stream=fields.flag(body, "stream"),
             stream_type="application/x-ndjson",
