@@ -140,10 +140,11 @@ def _table(cells: Sequence[Cell], size: str, streamed: bool) -> Grid:
         cost = median_of(busiest, "cpu_seconds_per_1000_calls")
         speeds = [number(median_of(at.get(count, {}), "calls_per_second")) for count in connections]
         latencies = [number(median_of(at.get(count, {}), "p50_ms")) for count in connections]
-        rows.append((NAMES[name], *speeds, *latencies, number(cost), number(busiest.get("resident_mib"))))
+        by_round = ", ".join(map(number, busiest.get("cpu_seconds_by_round", ()))) or "-"
+        rows.append((NAMES[name], *speeds, *latencies, number(cost), by_round, number(busiest.get("resident_mib"))))
     columns = (*(f"{count} conn." for count in connections), *(f"p50 ms, {count}" for count in connections))
     title = f"{size} calls ({SIZES[size].label.partition(' (')[2]}, {'streamed' if streamed else 'whole'}: calls/s"
-    return Grid(title, ("", *columns, "CPU s per 1,000 calls", "MiB"), tuple(rows))
+    return Grid(title, ("", *columns, "CPU s per 1,000 calls", "by round", "MiB"), tuple(rows))
 
 
 def _targets(cells: Sequence[Cell]) -> Grid:

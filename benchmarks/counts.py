@@ -75,8 +75,8 @@ def _streamed(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return {**_chat(messages), "stream": True}
 
 
-def _agent(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """A coding agent's: a long system prompt, many tools, and work behind it."""
+def agent_body(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """A coding agent's: a long system prompt, many tools, and work behind it, before `messages`."""
     head = [{"role": "system", "content": _prose("system", 15_000)}, {"role": "user", "content": QUESTION}]
     return {"model": "policy", "messages": [*head, *_WORK, *messages], "tools": _AGENT_TOOLS}
 
@@ -157,8 +157,8 @@ CASES = (
     Case(f"chat path, call {TURNS}", "chat", "/v1/chat/completions", _chat, TURNS - 1),
     Case("chat path, streamed", "chat", "/v1/chat/completions", _streamed, streamed=True),
     Case("token path, streamed, call 2", "token", "/v1/chat/completions", _streamed, 1, streamed=True),
-    Case("agent-shaped, first call", "token", "/v1/chat/completions", _agent),
-    Case("agent-shaped, call 3", "token", "/v1/chat/completions", _agent, 2),
+    Case("agent-shaped, first call", "token", "/v1/chat/completions", agent_body),
+    Case("agent-shaped, call 3", "token", "/v1/chat/completions", agent_body, 2),
     Case("responses", "token", "/v1/responses", _responses),
     Case("responses, streamed", "token", "/v1/responses", _responses_streamed, streamed=True),
     Case("messages", "token", "/v1/messages", _messages),

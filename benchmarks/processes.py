@@ -80,14 +80,19 @@ def redis_process(side: Side | None = None) -> Iterator[tuple[Started, int]]:
 
 @contextmanager
 def serving(
-    engine_url: str, redis_port: int | None, *flags: str, argv: Sequence[str] = ("-m", "cli.main"), side: Side | None = None
+    engine_url: str,
+    redis_port: int | None,
+    *flags: str,
+    argv: Sequence[str] = ("-m", "cli.main"),
+    side: Side | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[Started, str]]:
     """(process, URL) of `verbatim serve` with these flags; without a Redis it has the embedded one."""
     with tempfile.TemporaryDirectory(prefix="verbatim-benchmark-", ignore_cleanup_errors=True) as folder:
         store = ["--data-dir", folder] if redis_port is None else ["--redis", f"redis://127.0.0.1:{redis_port}/0"]
         # Every call that the load generator leaves unanswered at its end would be warned of.
         command = [sys.executable, *argv, "serve", "--port", "0", "--log-level", "error", "--engine", engine_url]
-        with started([*command, *store, *flags], side=side) as service:
+        with started([*command, *store, *flags], env, side) as service:
             yield service, _url_of(service)
 
 

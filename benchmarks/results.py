@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
 from rich.table import Table
 
-from benchmarks.measured_code import is_current
+from benchmarks.measured_code import is_current, name_commit
 from benchmarks.processes import ROOT, machine
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -136,6 +136,7 @@ def measure(name: str, run: Run, tables: Show, draw: Draw | None, *, quick: bool
             _write(result, folder, name, draw)
     for grid in tables(result):
         console.print(grid.rich())
+    console.print(f"measured: {name_commit(described)}")
     if folder is not None:
         console.print(f"written: {folder / name}.json", soft_wrap=True)
 

@@ -36,13 +36,14 @@ MINUTES: dict[str, float] = {
     "delivery": 0.5,
     "weights": 3,
     "sessions": 0.5,
+    "rounds": 8,
     "store_load": 0.5,
     "forks": 0.5,
     "images": 4,
     "agent_trees": 3,
 }
 """The sections, each a module, in the order in which they are run, and about how long each takes on two quiet cores."""
-APART = ("weights", "sessions", "store_load", "forks", "images", "agent_trees")
+APART = ("weights", "sessions", "rounds", "store_load", "forks", "images", "agent_trees")
 """Run only when they are named. `sessions` and `store_load` are what `benchmarks.capacity` calculates from."""
 
 _TABLE = re.compile(r"(<!-- table: (\w+)(?: (\d+))? -->\n).*?(<!-- end of table -->)", re.DOTALL)

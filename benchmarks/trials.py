@@ -18,7 +18,7 @@ from benchmarks.load import Body, CallsFailed, Loaded, load
 from benchmarks.nginx import upstream
 from benchmarks.processes import Started, family_cpu_seconds, resident_mib
 from benchmarks.replies import Size, answers
-from benchmarks.results import spread
+from benchmarks.results import rounded, spread
 
 WARM_UP_CALLS = 5
 MOST_SECONDS, SLOWEST_SECONDS = 16.0, 45.0
@@ -138,7 +138,9 @@ def figures(trials: Sequence[Trial]) -> dict[str, Any]:
         for name in ("cpu_seconds", "store_cpu_seconds"):
             used = [(getattr(trial, name), trial.loaded.calls) for trial in answered]
             if all(seconds is not None for seconds, _ in used):
-                found[f"{name}_per_1000_calls"] = spread(1000 * seconds / calls for seconds, calls in used)
+                costs = [rounded(1000 * seconds / calls) for seconds, calls in used]
+                found[f"{name}_per_1000_calls"] = spread(costs)
+                found[f"{name}_by_round"] = costs
     memory = [trial.resident_mib for trial in trials if trial.resident_mib is not None]
     if memory:
         found["resident_mib"] = round(max(memory), 1)

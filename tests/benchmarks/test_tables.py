@@ -132,8 +132,17 @@ def test_figures_are_per_call_and_leave_out_runs_without_an_answer() -> None:
     assert found["calls"] == 400
     assert found["calls_per_second"] == spread([50, 150]) == {"median": 100, "least": 50, "most": 150}
     assert found["cpu_seconds_per_1000_calls"] == {"median": 3.5, "least": 2, "most": 5}
+    assert found["cpu_seconds_by_round"] == [5, 2]
     assert found["resident_mib"] == 90
     assert "p50_ms" not in figures(trials[2:])
+
+
+def test_a_call_that_costs_more_from_round_to_round_is_seen_in_the_table() -> None:
+    """A median over the rounds hid that the service had come to read every session from the store again."""
+    setting = {"contender": "verbatim", "size": "large", "streamed": False, "connections": 16}
+    trials = [Trial(loaded(100), seconds, None, 80.0) for seconds in (0.2, 0.4, 0.5)]
+    table = tables({"cells": [setting | figures(trials)]})[1]
+    assert dict(zip(table.columns, table.rows[0], strict=True))["by round"] == "2, 4, 5"
 
 
 def test_targets_are_ratios_of_medians_and_of_cpu() -> None:

@@ -70,10 +70,10 @@ class Evictions:
         try:
             for session_id in list(cache._kept):
                 fate = self._random.random()
-                if fate < 0.5:
+                if fate < 0.7:
                     cache._strip(session_id)
                     self.stripped += 1
-                elif fate < 0.6:
+                elif fate < 0.8:
                     cache._drop(session_id)
                     self.dropped += 1
         finally:
@@ -110,10 +110,12 @@ class Walk(RandomHarness):
 
     def respond(self) -> None:
         before = self.random.choice(self._responses)
-        after = {} if before is None else {"previous_response_id": before}
-        answer = self._route().responses.create(model="policy", input=self._text(), max_output_tokens=16, **after)
-        self._responses.append(answer.id)
-        self.done.calls += 1
+        for _ in range(3):
+            after = {} if before is None else {"previous_response_id": before}
+            answer = self._route().responses.create(model="policy", input=self._text(), max_output_tokens=16, **after)
+            before = answer.id
+            self._responses.append(before)
+            self.done.calls += 1
 
     def _sent(self, request: dict[str, Any]) -> Any:
         self._client = self._route()
