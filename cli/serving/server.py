@@ -37,7 +37,7 @@ IDLE_CONNECTION_SECONDS = 75
 CUT_SECONDS = 10
 """The time after the drain to end and record the calls that were cut. Then uvicorn cancels the rest."""
 FORCED_EXIT = 130
-COLLECTED_AFTER = 50_000
+COLLECTED_AFTER = 10_000
 """Containers allocated and not freed until the garbage collector looks among them."""
 COMPUTING_THREADS = 2
 """Beside the event loop. Python computes in one thread at a time; where one of these waits for a disk, the other works on."""
