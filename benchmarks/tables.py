@@ -41,9 +41,10 @@ MINUTES: dict[str, float] = {
     "forks": 0.5,
     "images": 4,
     "agent_trees": 3,
+    "stalls": 8,
 }
 """The sections, each a module, in the order in which they are run, and about how long each takes on two quiet cores."""
-APART = ("weights", "sessions", "rounds", "store_load", "forks", "images", "agent_trees")
+APART = ("weights", "sessions", "rounds", "store_load", "forks", "images", "agent_trees", "stalls")
 """Run only when they are named. `sessions` and `store_load` are what `benchmarks.capacity` calculates from."""
 
 _TABLE = re.compile(r"(<!-- table: (\w+)(?: (\d+))? -->\n).*?(<!-- end of table -->)", re.DOTALL)
