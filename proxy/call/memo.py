@@ -8,9 +8,10 @@ that the next turn takes.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from typing import Any
 
 from proxy.dialects.base import Divide, HistoryMessage
 from proxy.dialects.raw_history import RawHistory, SplitBody
@@ -26,6 +27,9 @@ _REWRITTEN = 4
 
 _PLACE_BYTES = 200
 """What an item takes beside its bytes: in `Reading`, and its number in lists."""
+
+Converted = tuple[Any, Callable[[Any], Any], Any]
+"""A field's value, what converts it, and what that makes of it."""
 
 Place = tuple[int, int, int]
 """How many items, messages and units without a reader there are before a unit."""
@@ -65,12 +69,14 @@ class HistoryMemo:
 class Memos:
     """A session's memos, the newest first. Read by threads that parse, replaced as a whole."""
 
-    __slots__ = ("_kept", "_most", "size_bytes")
+    __slots__ = ("_kept", "_most", "converted", "size_bytes")
 
     def __init__(self, most: int = _MEMOS) -> None:
         """`most`: how many are kept; without any, every body is read in full."""
         self._most = most
         self._kept: tuple[HistoryMemo, ...] = ()
+        self.converted: tuple[Converted, ...] = ()
+        """What dialects made of the fields of those bodies, the newest first."""
         self.size_bytes = 0
 
     def find(self, divide: Divide) -> Sequence[HistoryMemo]:
@@ -78,10 +84,10 @@ class Memos:
         return [memo for memo in self._kept if memo.divide is divide]
 
     def forget(self) -> None:
-        self._kept, self.size_bytes = (), 0
+        self._kept, self.converted, self.size_bytes = (), (), 0
 
-    def keep(self, divide: Divide, split: SplitBody, reading: Reading) -> None:
-        """The call of that body is recorded."""
+    def keep(self, divide: Divide, split: SplitBody, reading: Reading, converted: Sequence[Converted]) -> None:
+        """The call of that body is recorded; `converted` is what was made of its fields and not known before."""
         raw = split.remember() if self._most and len(split.body) <= _MOST_BYTES else None
         if raw is None:
             return
@@ -89,6 +95,8 @@ class Memos:
         others = [memo for memo in self._kept if not (goes_on and memo.raw is split.before)]
         self._kept = tuple(_fitting([HistoryMemo(divide, raw, reading), *others[: self._most - 1]]))
         self.size_bytes = sum(memo.size_bytes for memo in self._kept)
+        if converted:
+            self.converted = (*converted, *self.converted)[: self._most]
 
 
 def _fitting(memos: Sequence[HistoryMemo]) -> Iterator[HistoryMemo]:

@@ -16,19 +16,19 @@ import asyncio
 import contextlib
 import re
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 
-from proxy.call.memo import HistoryMemo, Memos, Reading
+from proxy.call.memo import Converted, HistoryMemo, Memos, Reading
 from proxy.call.recording import Recording
 from proxy.call.window import TOKEN_BYTES, check_texts, find_texts
-from proxy.dialects.base import Divide, HistoryMessage, ItemReader, ParsedMessage, Seals, read_model
+from proxy.dialects.base import Divide, HistoryMessage, ItemReader, ParsedMessage, Seals, T, read_model
 from proxy.dialects.raw_history import SplitBody, split_body
 from proxy.errors import UnknownCall
 from proxy.images import ImageBounds, ImageReader, images_in
@@ -148,6 +148,8 @@ class Session:
         self._replays: OrderedDict[str, ReplayedHistory] = OrderedDict()
         self._histories: OrderedDict[str, list[HistoryMessage]] = OrderedDict()
         self._roots = (b"", b"", b"")
+        self._offered: tuple[Sequence[Any], bytes] = ((), b"")
+        """The tools of the last request, and their digest."""
         self._chains: deque[Chained] = deque(maxlen=_RECENT_HISTORIES)
         self._call_bytes = self._reply_bytes = self._item_bytes = self._longest = 0
         self._stripped = 0
@@ -206,7 +208,10 @@ class Session:
     def roots(self, policy: str, tools: Sequence[Any], template_kwargs: Mapping[str, Any]) -> tuple[bytes, bytes]:
         """`root_key` of the same, and that without template kwargs, made only where a call does not bring the values of the one before:
         all of a harness's tools go with every call."""
-        told = hash_bytes(_encode((policy, tools, template_kwargs)))
+        offered = self._offered
+        if tools is not offered[0]:
+            offered = self._offered = (tools, hash_bytes(_encode(tools)))
+        told = offered[1] + _encode((policy, template_kwargs))
         if told != self._roots[0]:
             chained = root_key(policy, tools, {})
             own = root_key(policy, tools, template_kwargs) if template_kwargs else chained
@@ -423,7 +428,7 @@ class Draft:
 
     Implements `proxy.dialects.base.Past`."""
 
-    __slots__ = ("_memos", "_new", "_read", "_reader", "refreshed", "seals", "tree", "window")
+    __slots__ = ("_converted", "_memos", "_new", "_read", "_reader", "refreshed", "seals", "tree", "window")
 
     def __init__(self, tree: Session, window: int | None = None) -> None:
         self.tree = tree
@@ -436,6 +441,7 @@ class Draft:
         self._memos: Sequence[HistoryMemo] = ()
         self._read: tuple[Divide, SplitBody, Reading] | None = None
         """The history that was read last, as it may be remembered."""
+        self._converted: list[Converted] = []
 
     @property
     def reader(self) -> ImageReader:
@@ -476,6 +482,15 @@ class Draft:
         self._read = divide, split, reading
         return [*reading.messages], [*reading.aside]
 
+    def convert(self, given: Any, convert: Callable[[Any], T]) -> T:
+        for value, by, result in (*self.tree.memos.converted, *self._converted):
+            if value is given and by is convert:
+                return cast(T, result)
+        made = convert(given)
+        if given:
+            self._converted.append((given, convert, made))
+        return made
+
     def see(self, raw: bytes, read: ItemReader) -> list[HistoryMessage]:
         # The same bytes may mean another message in another dialect.
         key = (read, raw if len(raw) <= _SHORT_BYTES else hash_bytes(raw))
@@ -504,7 +519,7 @@ class Draft:
         for key, (seen, size) in self._new.items():
             self.tree.keep(key, seen, size)
         if self._read is not None:
-            self.tree.memos.keep(*self._read)
+            self.tree.memos.keep(*self._read, self._converted)
         self._new, self._read = {}, None
 
     def call(self, call_id: str) -> Call:

@@ -19,7 +19,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -27,6 +27,8 @@ from proxy.dialects.raw_history import SplitBody
 from proxy.errors import RequestError, VerbatimError
 from reconstruct.messages import Digests
 from reconstruct.records import MODEL, Call
+
+T = TypeVar("T")
 
 Action = Literal["call", "count", "models", "model", "stored", "items"]
 """What an endpoint does. Only `call` samples and records."""
@@ -230,6 +232,11 @@ class Past(Protocol):
 
     def read(self, split: SplitBody, divide: Divide) -> tuple[list[HistoryMessage], list[bytes]]:
         """The messages of the history, and its units without a reader, both in order. Raises what the readers raise."""
+        ...
+
+    def convert(self, given: Any, convert: Callable[[Any], T]) -> T:
+        """What `convert` makes of a field's value: the very same object as for a recorded call that brought the same bytes, if they
+        are many. So it must depend on nothing else, and what it returns must not be changed. Raises what `convert` does."""
         ...
 
     def see(self, raw: bytes, read: ItemReader) -> list[HistoryMessage]:

@@ -101,7 +101,7 @@ class GeminiDialect(Dialect):
         if not history:
             raise RequestError("'contents' must be a non-empty list", param="contents")
         generation = parse_generation(body)
-        tools, dropped = parse_tools(body)
+        tools, dropped = past.convert(body.get("tools"), parse_tools)
         choice = parse_tool_choice(body, tools)
         streamed = incoming.path.get("method") == "streamGenerateContent"
         sse = incoming.query.get("alt") == "sse"

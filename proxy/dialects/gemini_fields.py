@@ -114,10 +114,10 @@ _GOOGLE_TOOLS = frozenset(
 _AUTO_MODES = frozenset({"AUTO", "VALIDATED", "MODE_UNSPECIFIED"})
 
 
-def parse_tools(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """(chat tools, kinds of the dropped tools)."""
+def parse_tools(given: Any) -> tuple[list[dict[str, Any]], list[str]]:
+    """(chat tools, kinds of the dropped tools) of the field `tools`."""
     tools, dropped = [], []
-    for tool in get_objects(body, "tools"):
+    for tool in get_objects({"tools": given} if given is not None else {}, "tools"):
         for kind in tool:
             if kind == "functionDeclarations":
                 tools += [_function(declared) for declared in get_objects(tool, kind)]

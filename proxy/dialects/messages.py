@@ -91,7 +91,7 @@ class MessagesDialect(Dialect):
         history = [*_system(body, leading, past), *messages]
         if not messages:
             raise RequestError("messages: at least one message is required", param="messages")
-        functions, dropped = parse_tools(body)
+        functions, dropped = parse_tools(body, past)
         return Request(
             dialect=self.name,
             model=fields.model(body),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from proxy.dialects import fields
+from proxy.dialects.base import Past
 from proxy.dialects.fields import function_tool
 from proxy.errors import RequestError
 
@@ -18,21 +19,28 @@ _SERVER_KINDS = (
 """Tools that no function can replace: Anthropic's servers run them, or one type is a whole set of tools."""
 
 
-def parse_tools(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+def parse_tools(body: Mapping[str, Any], past: Past) -> tuple[list[dict[str, Any]], list[str]]:
     """(the body's tools as chat functions, kinds of everything else it asks for and cannot have). Raises RequestError for a tool without
     a name or with a schema that is no object."""
+    functions, kinds = past.convert(body.get("tools"), _functions)
+    dropped = [*kinds]
+    if body.get("mcp_servers"):
+        dropped.append("mcp_servers")
+    if _edits_context(body):
+        dropped.append("context_management")
+    return functions, dropped
+
+
+def _functions(tools: Any) -> tuple[list[dict[str, Any]], list[str]]:
+    """(the tools as chat functions, kinds of the others)."""
     functions: list[dict[str, Any]] = []
     dropped: list[str] = []
-    for tool in fields.objects(body, "tools"):
+    for tool in fields.objects({"tools": tools}, "tools"):
         function = _function(tool)
         if function is None:
             dropped.append(_server_kind(str(tool.get("type"))))
         else:
             functions.append(function)
-    if body.get("mcp_servers"):
-        dropped.append("mcp_servers")
-    if _edits_context(body):
-        dropped.append("context_management")
     return functions, dropped
 
 

@@ -99,7 +99,8 @@ class ResponsesDialect(OpenAIDialect):
             fields.refuse_prefill(decode(last[0]), "input")
         messages, aside = past.read(split, divide)
         tools = fields.objects(body, "tools")
-        box = build_toolbox([*tools, *_added_tools(aside)])
+        added = _added_tools(aside)
+        box = build_toolbox([*tools, *added]) if added else past.convert(tools, build_toolbox)
         options = parse_options(body, tools, box)
         history, instructions = _history(body, messages, aside, past, incoming.later_system_role)
         return Request(

@@ -63,10 +63,8 @@ class Toolbox:
     functions: dict[str, dict[str, Any]] = field(default_factory=dict)
     kinds: dict[str, ToolKind] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
-
-    @property
-    def tools(self) -> list[dict[str, Any]]:
-        return list(self.functions.values())
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """The chat tools in order."""
 
     def kind(self, name: str) -> ToolKind:
         return self.kinds.get(name) or ToolKind("function", name)
@@ -84,6 +82,7 @@ def build_toolbox(definitions: Iterable[Any]) -> Toolbox:
     box = Toolbox()
     for definition in definitions:
         _offer(box, definition, "")
+    box.tools = [*box.functions.values()]
     return box
 
 

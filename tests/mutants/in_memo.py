@@ -39,6 +39,18 @@ FAULTS = (
         _BYTES,
     ),
     Fault(
+        "What other tools were converted to is offered to the model.",
+        "            if value is given and by is convert:\n",
+        "            if by is convert:\n",
+        _REQUESTS,
+    ),
+    Fault(
+        "Tools are told apart by nothing but that there are some: the root is that of others.",
+        "        if tools is not offered[0]:\n",
+        "        if not offered[0]:\n",
+        _REQUESTS + " tests/proxy/call/test_session.py -k 'without or own_tools'",
+    ),
+    Fault(
         "A history that grows turn by turn may hold more values than one that comes at once.",
         "        if values > MAX_VALUES:\n            return None\n",
         "",

@@ -305,3 +305,18 @@ def test_nothing_that_is_shared_with_later_requests_is_changed_by_reading_them()
         assert request is not None and request.tools is first[1].tools  # type: ignore[union-attr]
         draft.keep()
     assert tree.memos.find(one_by_one(READ))[0].raw.fields == fields
+
+
+@pytest.mark.parametrize("name", ["chat", "messages", "responses", "gemini"])
+def test_tools_that_come_with_every_request_are_converted_once(name: str) -> None:
+    tree, items = session(memo=True), Agent(name, Items(2))
+    offered = []
+    for turn in range(3):
+        items.history = [*items.history, {"role": "user", LISTS_OF_PARTS.get(name, "content"): items.plain()}]
+        body = {**(SYSTEM[name](f"other {turn}")), "tools": [TOOLS[name]], "model": "policy"}
+        text = json.dumps({**body, dialects()[name].history_field: items.history}).encode()
+        draft, request, _ = read(tree, name, text)
+        assert request is not None
+        offered.append(request.tools)
+        draft.keep()
+    assert offered[0] is offered[1] is offered[2]

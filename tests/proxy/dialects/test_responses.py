@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -70,6 +70,9 @@ class Remembered:
         units = list(divide(split.items()))
         messages = [seen for unit in units if unit.read is not None for seen in self.see(unit.raw, unit.read)]
         return messages, [unit.raw for unit in units if unit.read is None]
+
+    def convert(self, given: Any, convert: Callable[[Any], Any]) -> Any:
+        return convert(given)
 
     def see(self, raw: bytes, read: ItemReader) -> list[HistoryMessage]:
         return [self._seen(heard) for heard in read(raw, self)]
