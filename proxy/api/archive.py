@@ -143,10 +143,14 @@ def part_as_wire(
 async def list_images(services: Services, info: SessionInfo, records: Iterable[bytes]) -> set[str]:
     """The digests of the session's images, `records` being all of its calls: a fork refers to none of those that it replays."""
     images = set(await services.media.sizes(info.session_id, info.created_at))
-    if info.replay is not None:
-        for record in records:
-            with contextlib.suppress(DecodeError):
-                images.update(images_of(decode(record)))
+    return images if info.replay is None else images | await asyncio.to_thread(_read_images, records)
+
+
+def _read_images(records: Iterable[bytes]) -> set[str]:
+    images = set[str]()
+    for record in records:
+        with contextlib.suppress(DecodeError):
+            images.update(images_of(decode(record)))
     return images
 
 

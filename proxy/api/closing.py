@@ -8,6 +8,7 @@ same way; its announcement is removed once the session is gone.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
@@ -184,8 +185,13 @@ async def _presume_delivered(services: Services, session_id: str) -> set[str]:
     lost = {call_id for call_id, process in untold.items() if process != services.peers.process}
     if not lost:
         return lost
-    calls, _ = rows.decode_records(await services.sessions.load_records(session_id))
-    return presume_delivered(calls, lost)
+    records = await services.sessions.load_records(session_id)
+
+    def presume() -> set[str]:
+        calls, _ = rows.decode_records(records)
+        return presume_delivered(calls, lost)
+
+    return await asyncio.to_thread(presume)
 
 
 async def _finish_delete(services: Services, session_id: str) -> None:

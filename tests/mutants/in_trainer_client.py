@@ -111,8 +111,8 @@ FAULTS = (
     ),
     Fault(
         "One row that comes twice in a batch is trained twice.",
-        "        if times > 1:\n            raise InvalidAnswer(",
-        "        if times > 2:\n            raise InvalidAnswer(",
+        "            if row.trajectory_id in self._names:\n",
+        "            if row.trajectory_id in ():\n",
         _CLIENT,
     ),
     Fault(

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jinja2
 import msgpack
 import pytest
 
-from proxy.api import archive, calls
+from proxy.api import archive, calls, closing
+from proxy.store.states import Fork, SessionInfo
 from proxy.ui import pages, rendering, router
 from tests import ROOT
+from tests.support.service.redis_server import Store
 from tests.support.service.running_service import RunningService
 from tests.support.service.ui_sessions import imported
 from tests.support.sessions.calls import Talk
+from tests.support.sessions.recorded_calls import record
 
 FIRST_PAGE = """
 import sys
@@ -62,7 +67,8 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
     watch(jinja2.Template, "render")
     for owner, names in (
         (calls, ("encode_row", "encode_response")),
-        (archive, ("_check",)),
+        (archive, ("_check", "decode")),
+        (closing, ("presume_delivered",)),
         (pages, ("cut_part", "draw_tree", "summarize", "describe_call")),
         (router, ("find_message", "build_call_tokens")),
     ):
@@ -97,6 +103,34 @@ def test_records_of_an_import_are_checked_beside_the_loop(service: RunningServic
     answer = service.request("POST", "/sessions/s/records", content=msgpack.packb(body))
     assert answer.status_code == 200, answer.text
     assert threads["_check"] and "service" not in threads["_check"]
+
+
+def test_what_a_dead_process_answered_is_presumed_beside_the_loop(
+    service: RunningService, redis_url: str, threads: dict[str, set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All records of the session are read for it."""
+    monkeypatch.setattr("proxy.call.peers.DEAD_SECONDS", 0.0)
+
+    async def die_with_an_answer() -> None:
+        store = Store.at(redis_url)
+        await store.sessions.commit("dead", "c1", {"c1": record("c1", "dead", prompt=[1], sampled=[7])})
+        await store.connection.close()
+
+    assert service.request("POST", "/sessions", json={"session_id": "dead"}).status_code == 201
+    asyncio.run(die_with_an_answer())
+    closed = service.request("POST", "/sessions/dead/close", json={"status": "completed", "reward": 1.0})
+    assert closed.status_code == 200, closed.text
+    assert threads["presume_delivered"] and "service" not in threads["presume_delivered"]
+
+
+async def test_the_records_of_a_fork_are_read_for_images_beside_the_loop(threads: dict[str, set[str]]) -> None:
+    async def sizes(session_id: str, created_at: float) -> dict[str, int]:
+        return {}
+
+    info = SessionInfo("fork", b"", 1.0, replay=Fork("origin", 0.0, 1))
+    services: Any = SimpleNamespace(media=SimpleNamespace(sizes=sizes))
+    assert await archive.list_images(services, info, [record("c1", "origin", prompt=[1], sampled=[7])]) == set()
+    assert threads["decode"] and threading.current_thread().name not in threads["decode"]
 
 
 def test_the_first_page_imports_nothing(redis_url: str) -> None:
