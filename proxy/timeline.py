@@ -97,16 +97,13 @@ class Timeline:
             self._traced = step
             self.trace.step(STEPS[step], {"verbatim.replica": self.replica} if step in _AT_REPLICA else None)
 
-    def wait(self) -> None:
-        """From here on somebody else is waited for."""
+    def waited(self, part: int, since: float) -> None:
+        """The wait for `part` is over that began at `since` (`time.perf_counter`)."""
         now = time.perf_counter()
-        self.seconds[self._first] += now - self._at
-        self._at = now
-
-    def waited(self, part: int) -> None:
-        """The wait for `part` is over."""
-        now = time.perf_counter()
-        self.seconds[self._first + part] += now - self._at
+        # Of waits that overlap, and of one that a step begins in, each moment counts once.
+        since = max(since, self._at)
+        self.seconds[self._first] += since - self._at
+        self.seconds[self._first + part] += now - since
         self._at = now
 
     def mark_first_token(self) -> None:
@@ -136,17 +133,18 @@ TIMELINE: ContextVar[Timeline] = ContextVar("timeline", default=Timeline())  # n
 class Waiting:
     """`with Waiting(STORE):` around an await; counts for the running task's call, where it works for one."""
 
-    __slots__ = ("_part", "_timeline")
+    __slots__ = ("_part", "_since", "_timeline")
 
     def __init__(self, part: int) -> None:
         self._timeline = TIMELINE.get()
         self._part = part
+        self._since = time.perf_counter()
 
     def __enter__(self) -> None:
-        self._timeline.wait()
+        """It begins when it is made."""
 
     def __exit__(self, *_: object) -> None:
-        self._timeline.waited(self._part)
+        self._timeline.waited(self._part, self._since)
 
 
 class Within:

@@ -179,6 +179,7 @@ class Sampled(msgspec.Struct, frozen=True):
     `marks` and `reasons` hold, by a choice's index, what its record is marked with and why it is not to be trained, whatever its tokens
     are."""
 
+    call: Admitted
     placed: Placed
     choices: tuple[EngineChoice, ...]
     prompt_ids: Ids | None
@@ -191,7 +192,3 @@ class Sampled(msgspec.Struct, frozen=True):
     error: VerbatimError | None = None
     marks: Mapping[int, Mapping[str, str]] = {}
     reasons: Mapping[int, str] = {}
-
-    @property
-    def call(self) -> Admitted:
-        return self.placed.call

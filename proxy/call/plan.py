@@ -1,13 +1,13 @@
 """Find the call that a request continues, and plan the prompt: the parent's ids and a proven bridge, or a fresh rendering with the reason.
 
 `find_parent` looks the request up in the session's forest, by the ids minted into the last assistant message's tool calls, then by the
-fingerprint chain. `plan_tokens` makes the prompt for an engine that takes ids.
+fingerprint chain. `MessagesPlanner.plan` makes the prompt for an engine that takes ids.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,7 +17,7 @@ from proxy.call.phases import Admitted, Continuation, TokenPlan
 from proxy.call.session import ReplayedHistory, Session
 from proxy.dialects.base import HistoryMessage, Request
 from proxy.dialects.catalogue import dialects
-from proxy.engine.apis.base import EngineKind
+from proxy.engine.apis.base import NO_IDS, EngineKind
 from proxy.engine.apis.contact import EngineKinds
 from proxy.engine.apis.renderer import Rendered
 from proxy.engine.replica import Replica
@@ -26,7 +26,7 @@ from proxy.store.states import Share
 from reconstruct.media import Ranges
 from reconstruct.messages import TURN_END, Message, declare, dress, name_calls, plain_content
 from reconstruct.prompt import Parent, Prompt, Rendering, plan
-from reconstruct.records import Call, Ids, order_key, pack_ids, shared_length
+from reconstruct.records import Call, Ids, order_key, shared_length
 from reconstruct.roles import Marks
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ _RENDERED = ("reasoning_effort", "chat_template", "documents")
 
 _MOST_COMPARED = 32
 """Calls of one request, the newest first, that a reply without an id is compared with: a request may be sampled ten thousand times."""
-
-Render = Callable[[Rendering], Coroutine[Any, Any, Rendered]]
 
 
 def read_marks(request: Request, headers: Mapping[str, str]) -> Marks:
@@ -110,7 +108,7 @@ def _find_replied_call(
         asked_here = tree.forest.find_by_prompt(fingerprints[position])
         by_id = [call_id for call_id in replayed.minted if call_id in asked_here]
         latest = _latest_first(tree, candidates)
-        alike = _with_render_key(tree, latest, dressed)
+        alike = _with_render_key(tree, latest, dressed) if len(latest) > 1 else None
         first = [] if alike is None else [alike]
         named = (*by_id, *first, *latest, *asked_here[: -_MOST_COMPARED - 1 : -1])
     for call_id in named:
@@ -193,32 +191,6 @@ def parent_of(tree: Session, found: Continuation, request: Request) -> Parent | 
     return Parent(history, tail, ids, len(parent.node.completion_ids), _closed(parent), asked, found.redressed, ranges)
 
 
-async def plan_tokens(
-    tree: Session, found: Continuation, request: Request, render: Render, retain_thinking: bool
-) -> tuple[Continuation, TokenPlan]:
-    """The prompt for the token path, rendered by `render`, and what the request continues according to the renderings."""
-    parent = parent_of(tree, found, request)
-    rendered: dict[int, Rendered] = {}
-    steps = plan(
-        request.engine_messages,
-        parent,
-        tree.turn_ends.get(found.root),
-        retain_thinking=retain_thinking,
-        media_of=lambda rendering: rendered[id(rendering)].media,
-    )
-    step = next(steps)
-    while True:
-        ask = render if step.required else _tolerant(render)
-        answers = await _all_of([ask(rendering) for rendering in step.renderings])
-        rendered |= {id(rendering): answer for rendering, answer in zip(step.renderings, answers, strict=True)}
-        try:
-            step = steps.send([answer.ids for answer in answers])
-        except StopIteration as stop:
-            prompt, whole = stop.value
-            made = rendered[id(whole)]
-            return accept_prompt(tree, found, prompt, made.body, keeps_text_apart=made.keeps_text_apart)
-
-
 def accept_prompt(
     tree: Session, found: Continuation, prompt: Prompt, body: Mapping[str, Any], *, keeps_text_apart: bool = False
 ) -> tuple[Continuation, TokenPlan]:
@@ -234,21 +206,6 @@ def accept_prompt(
     if prompt.adds_end:
         found = _replace(found, projection=declare(found.projection, TURN_END))
     return found, TokenPlan(prompt.ids, prompt.branch_reason, prompt.rendering, body, keeps_text_apart, prompt.media)
-
-
-async def _all_of(answers: Sequence[Coroutine[Any, Any, Rendered]]) -> list[Rendered]:
-    """What each gives; a first call asks for one, which needs no task of its own."""
-    return [await answers[0]] if len(answers) == 1 else list(await asyncio.gather(*answers))
-
-
-def _tolerant(render: Render) -> Render:
-    async def attempt(rendering: Rendering) -> Rendered:
-        try:
-            return await render(rendering)
-        except RequestError:
-            return Rendered(pack_ids(()), {})
-
-    return attempt
 
 
 def _closed(call: Call) -> bool:
@@ -271,12 +228,37 @@ class MessagesPlanner:
     async def plan(
         self, session: Session, request: Request, found: Continuation, kind: EngineKind, replica: Replica, services: Services
     ) -> tuple[Continuation, TokenPlan]:
-        id_text = services.pool.kinds.id_text(session.info.session_id)
+        """Renders as the steps of `reconstruct.prompt.plan` want it, those of one step beside each other."""
+        parent, id_text = parent_of(session, found, request), services.pool.kinds.id_text(session.info.session_id)
+        rendered: dict[int, Rendered] = {}
 
-        async def render(rendering: Rendering) -> Rendered:
-            return await kind.render(replica, request, rendering, id_text)
+        async def render(rendering: Rendering, required: bool) -> Ids:
+            try:
+                made = rendered[id(rendering)] = await kind.render(replica, request, rendering, id_text)
+            except RequestError:
+                if required:
+                    raise
+                made = rendered[id(rendering)] = Rendered(NO_IDS, {})
+            return made.ids
 
-        return await plan_tokens(session, found, request, render, services.settings.thinking == "retain")
+        steps = plan(
+            request.engine_messages,
+            parent,
+            session.turn_ends.get(found.root),
+            retain_thinking=services.settings.thinking == "retain",
+            media_of=lambda rendering: rendered[id(rendering)].media,
+        )
+        step = next(steps)
+        while True:
+            asked = [render(rendering, step.required) for rendering in step.renderings]
+            # A first call asks for one, which needs no task of its own.
+            ids = [await asked[0]] if len(asked) == 1 else await asyncio.gather(*asked)
+            try:
+                step = steps.send(ids)
+            except StopIteration as stop:
+                prompt, whole = stop.value
+                made = rendered[id(whole)]
+                return accept_prompt(session, found, prompt, made.body, keeps_text_apart=made.keeps_text_apart)
 
 
 MESSAGES = MessagesPlanner()

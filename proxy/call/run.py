@@ -246,6 +246,7 @@ async def sample(placed: Placed, emit: Emit, services: Services) -> Sampled:
         spans = job.served.read_spans
         choices = tuple(replace(each, spans=spans(each.spans), base_spans=each.spans) for each in choices)
     return Sampled(
+        call,
         placed,
         choices,
         prompt_ids,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from proxy.metrics import StepSeconds
-from proxy.timeline import COMMIT, ENGINE, OWN, PARTS, SAMPLE, STEPS, Timeline
+from proxy.timeline import COMMIT, ENGINE, OWN, PARTS, SAMPLE, STEPS, STORE, Timeline
 from tests import ROOT
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running, both_paths
@@ -109,14 +109,26 @@ def test_the_parts_of_a_call_add_up_to_the_whole_of_it() -> None:
     began = time.perf_counter()
     for step in range(len(STEPS)):
         timeline.begin(step)
-        timeline.wait()
-        timeline.waited(ENGINE)
+        timeline.waited(ENGINE, time.perf_counter())
     ended = time.perf_counter()
     timeline.begin(SAMPLE)
     after = time.perf_counter()
     # Sums of differences lose their last digits.
     assert ended - began - 1e-9 <= sum(timeline.seconds) <= after - before + 1e-9
     assert timeline.step == SAMPLE
+
+
+def test_waits_that_overlap_count_once_and_so_does_one_that_a_step_begins_in() -> None:
+    timeline = Timeline()
+    first, second = time.perf_counter(), time.perf_counter()
+    timeline.waited(ENGINE, first)
+    timeline.begin(SAMPLE)
+    before = time.perf_counter()
+    timeline.waited(STORE, second)
+    after = time.perf_counter()
+    assert before - 1e-9 <= timeline.started_at + sum(timeline.seconds) <= after + 1e-9
+    assert min(timeline.seconds) == 0
+    assert timeline.seconds[SAMPLE * len(PARTS) + OWN] == 0
 
 
 def test_a_histogram_counts_upwards_and_shows_only_what_was_seen() -> None:

@@ -270,12 +270,11 @@ class EngineHttp:
         self, replica: Replica, path: str, data: bytes, headers: Mapping[str, str], seconds: float = 0.0
     ) -> bytes:
         """The body of a 200, within `seconds`. Raises ChannelError, TimeoutError, and the refusal that another status is."""
-        timeline = TIMELINE.get()
-        timeline.wait()
+        since = time.perf_counter()
         try:
             answer = await self._channels.ask(replica.url + path, data, headers, seconds)
         finally:
-            timeline.waited(ENGINE)
+            TIMELINE.get().waited(ENGINE, since)
         if answer.status != 200:
             raise refusal(replica, path, answer.status, answer.body, read_retry_after(answer.retry_after))
         replica.health.pass_call()
@@ -360,23 +359,22 @@ class ReplyStream(Generic[A]):
             self.ended = True
             self._take([self._content], take)
             return
-        timeline = TIMELINE.get()
+        timeline, since = TIMELINE.get(), time.perf_counter()
 
         def hear(piece: bytes) -> bool:
-            timeline.waited(ENGINE)
+            nonlocal since
+            timeline.waited(ENGINE, since)
             goes_on = not (self._take_piece(piece, take) or self.ended)
-            if goes_on:
-                timeline.wait()
+            since = time.perf_counter()
             return goes_on
 
-        timeline.wait()
         try:
             stopped = await self._answer.follow(hear, seconds)
         except (TimeoutError, ChannelError) as error:
-            timeline.waited(ENGINE)
+            timeline.waited(ENGINE, since)
             raise self._http.translate(self._replica, error, self._scope) from error
         if not stopped:
-            timeline.waited(ENGINE)
+            timeline.waited(ENGINE, since)
             if stopped is False:
                 raise self._break_off()
 
