@@ -19,9 +19,9 @@ FAULTS = (
     ),
     Fault(
         "The logprobs of a stream's last chunk are lost.",
-        "        if piece.logprobs and piece.logprobs.content:\n            self.entries.extend(piece.logprobs.content)\n",
+        "        if piece.logprobs and piece.logprobs.content:\n            self.entries += piece.logprobs.content\n",
         "        if piece.logprobs and piece.logprobs.content and not piece.finish_reason:\n"
-        "            self.entries.extend(piece.logprobs.content)\n",
+        "            self.entries += piece.logprobs.content\n",
         _FLOW + "'streamed_capture'",
     ),
     Fault(
