@@ -64,6 +64,10 @@ class SessionCache:
         """How often a session with calls was in memory when it was opened for another, was there without its texts, was read from the
         store."""
 
+    def is_used(self, session_id: str) -> bool:
+        """Whether the session is in memory here, kept or held by a call."""
+        return session_id in self._used
+
     def __len__(self) -> int:
         return len(self._kept) + len(self._stripped)
 

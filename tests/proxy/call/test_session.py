@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from collections.abc import Iterator
@@ -9,21 +10,25 @@ from typing import Any
 
 import msgspec
 import pytest
+from fastapi import APIRouter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.app import Addition
+from proxy.call.cache import SessionCache
 from proxy.call.phases import Continuation
 from proxy.call.plan import find_parent
 from proxy.call.record import locate
 from proxy.call.session import Draft, Session
 from proxy.dialects.base import HistoryMessage, ParsedMessage, Past, Request, seal, tool_call_id
+from proxy.services import Services
 from proxy.store.states import SessionInfo
 from reconstruct.codec import encode
 from reconstruct.messages import chain, digest_message, digest_messages, root_key
 from reconstruct.records import pack_ids
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import RedisServer
-from tests.support.service.running_service import RunningService
+from tests.support.service.running_service import RunningService, wait_until
 from tests.support.sessions.calls import call
 
 CALLED = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}, {"id": "b", "function": {"name": "f"}}]}
@@ -245,11 +250,20 @@ def test_an_edit_of_early_reasoning_is_found_among_messages_that_were_looked_at_
 def test_metrics_tell_whether_calls_found_their_session_in_memory(
     engine: ScriptedEngine, redis_server: RedisServer, room: int | None, found: dict[str, int]
 ) -> None:
-    with RunningService(engine.url, redis_server.url, engine_api="token", session_cache_bytes=room) as service:
+    held: list[SessionCache] = []
+
+    def add(services: Services, _: Any) -> Addition:
+        held.append(services.cache)
+        return Addition(APIRouter(), contextlib.nullcontext)  # type: ignore[arg-type]
+
+    settings: dict[str, Any] = {"adding": [add], "engine_api": "token", "session_cache_bytes": room}
+    with RunningService(engine.url, redis_server.url, **settings) as service:
         session = service.session()
         history: list[Any] = [{"role": "user", "content": "q"}]
         for _ in range(3):
             history += [session.answer(history), {"role": "user", "content": "go on"}]
+            # The call before may still be on its way out, and holds its session.
+            wait_until(lambda: room is None or not held[0].is_used(session.session_id), 60, "the call is over")
         page = service.request("GET", "/metrics").text
     told = {
         where: re.search(rf'^verbatim_session_opens_total{{found="{where}"}} (\S+)$', page, re.MULTILINE) for where in found
