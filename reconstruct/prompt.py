@@ -22,7 +22,9 @@ Y renders the whole request: history, reply, tail (what the harness added). P re
 
 The sampled ids then stand where Y has the reply, so Y must say what they say, after what they were sampled after:
 
-- Y begins with P, or with the history alone (a generation prompt may hold an empty thought that no history shows).
+- Y begins with P, or with the history alone (a generation prompt may hold an empty thought that no history shows), which begins P. P is
+  what the parent was asked with, so that another model's ids are not gone on from. Where that is no longer known, P is rendered now, and
+  what comes before the first reply must be rendered as the parent's ids begin.
 - Thinking must be shown: other thinking has to change Y. It stands in the reply's reasoning or, where the engine has no parser for it, in
   its content. With `retain_thinking` it may be missing, also from the history, if nothing else is: the same must hold with all thinking
   left out.
@@ -37,6 +39,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -164,6 +167,25 @@ def plan(
         return (yield from _render_afresh(messages, None, close, continues, media_of))
     if parent.ids is None:
         return (yield from _render_afresh(messages, IDS_UNKNOWN, close, continues, media_of))
+    outcome, whole, rendering = yield from _prove(parent, close, retain_thinking)
+    close = close if outcome.close is None else outcome.close
+    if isinstance(outcome, Unproven):
+        return (yield from _render_afresh(messages, outcome.reason, close, continues, media_of))
+    ids, media = np.concatenate((parent.ids, outcome.ids)), media_of(whole)
+    if media or parent.media:
+        held = count_media(parent.history), count_media(parent.tail)
+        carried = carry_ranges(parent.ids, parent.media, ids, rendering, media, *held)
+        if carried is None or collapse(ids, carried) is None:
+            return (yield from _render_afresh(messages, MEDIA_UNPLACED, close, continues, media_of))
+        media = carried
+    return Prompt(ids, None, rendering, close, continues, media, outcome.adds_end), whole
+
+
+def _prove(
+    parent: Parent, close: Ids | None, retain_thinking: bool
+) -> Generator[Step, Sequence[Ids], tuple[Bridge | Unproven, Rendering, Ids]]:
+    """The bridge, if there is one, and the rendering of the whole request with its ids."""
+    assert parent.ids is not None
     *history, said = parent.history
     reply = SampledReply(said, parent.ids[len(parent.ids) - parent.sampled :], parent.closed)
     steps = derive(history, reply, parent.tail, close, retain_thinking=retain_thinking, asked=parent.asked)
@@ -177,17 +199,17 @@ def plan(
             outcome: Bridge | Unproven = stop.value
             break
         rendered = yield Step(wanted, required=False)
-    close = close if outcome.close is None else outcome.close
-    if isinstance(outcome, Unproven):
-        return (yield from _render_afresh(messages, outcome.reason, close, continues, media_of))
-    ids, media = np.concatenate((parent.ids, outcome.ids)), media_of(whole)
-    if media or parent.media:
-        held = count_media(parent.history), count_media(parent.tail)
-        carried = carry_ranges(parent.ids, parent.media, ids, rendering, media, *held)
-        if carried is None or collapse(ids, carried) is None:
-            return (yield from _render_afresh(messages, MEDIA_UNPLACED, close, continues, media_of))
-        media = carried
-    return Prompt(ids, None, rendering, close, continues, media, outcome.adds_end), whole
+    by_substitution = isinstance(outcome, Bridge) and outcome.close is not None
+    if by_substitution and parent.asked is None and not (yield from _begins_alike(parent, parent.ids)):
+        outcome = Unproven("history_rewritten", outcome.close)
+    return outcome, whole, rendering
+
+
+def _begins_alike(parent: Parent, ids: Ids) -> Generator[Step, Sequence[Ids], bool]:
+    """Whether the engine renders what comes before the first reply as the row has it: another model may answer by now."""
+    opening = list(takewhile(lambda message: message.get("role") != "assistant", parent.history))
+    (now,) = yield Step((Rendering(opening, False),), required=False)
+    return bool(len(now)) and _starts_with(ids, now)
 
 
 def _renders_alike(parent: Parent) -> Generator[Step, Sequence[Ids], bool]:
@@ -288,6 +310,8 @@ def derive_by_substitution(
     before = made.get("alone", asked)
     if glue is None or not len(before):
         return Unproven("turn_end_unknown")
+    if "alone" in made and not _starts_with(asked, before):
+        return Unproven("history_rewritten")
     begin, end = glue
     hidden = "rethought" in made and np.array_equal(made["rethought"], whole)
     if hidden and not retain_thinking:

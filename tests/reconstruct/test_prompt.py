@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from reconstruct.prompt import IDS_UNKNOWN, Parent, Prompt, Rendering, plan
 from reconstruct.records import Ids, pack_ids
 
@@ -120,6 +122,21 @@ def test_a_reply_that_ends_with_another_token_than_the_templates_keeps_it_and_th
     assert prompt.ids.tolist() == [1, 11, 9, 2, 20, 21, 8, 9, 1, 13, 9, 2]
     prompt, _ = run(HISTORY, parent())
     assert not prompt.adds_end
+
+
+@pytest.mark.parametrize("ids", [[31, 41, 39, 32, 20, 21, 9], [5, 1, 11, 9, 2, 20, 21, 9]], ids=["tokenizer", "template"])
+@pytest.mark.parametrize("known", [True, False])
+def test_what_another_model_sampled_is_not_continued(ids: list[int], known: bool) -> None:
+    """The engine was started anew with a model of other ids, or whose template begins otherwise. Also where it is no longer known what
+    the parent was asked with."""
+    prompt, _ = run(HISTORY, parent(ids, asked=pack_ids(ids[:-3]) if known else None))
+    assert prompt.branch_reason == "history_rewritten" and prompt.ids.tolist() == prompt.rendering.tolist()
+
+
+def test_a_parent_whose_rendering_is_no_longer_known_is_continued_where_its_row_begins_as_the_engine_renders_it() -> None:
+    prompt, asked = run(HISTORY, parent(asked=None), pack_ids([9]))
+    assert prompt.branch_reason is None and prompt.ids.tolist() == [1, 11, 9, 2, 20, 21, 9, 1, 13, 9, 2]
+    assert (len(asked), asked[-1]) == (5, Rendering([user("hi")], False))
 
 
 def test_a_parent_of_another_dress_must_have_been_rendered_alike() -> None:
