@@ -24,7 +24,9 @@ PROBE_SECONDS = 10.0
 
 
 def bench(
-    engine: Annotated[str, typer.Option(metavar="URL", help="The engine to call directly: a server of /v1/chat/completions.")],
+    engine: Annotated[
+        str, typer.Option(metavar="URL", help="The engine to call directly: a server of /v1/chat/completions, without a key.")
+    ],
     url: Annotated[
         str | None,
         typer.Option(metavar="URL", help="A running service of this engine; VERBATIM_ADMIN_TOKEN. Default: start one."),
