@@ -199,7 +199,7 @@ def describe(phase: Phase, probes: Sequence[tuple[float, ...]], lines: Sequence[
         "worst_healthz_ms": rounded(waited[-1]) if waited else None,
         "over_100_ms": sum(ms > 100 for ms in waited),
         "longest_turn_ms": rounded(1000 * max((turn["seconds"] for turn in turns), default=0)),
-        "longest_own_ms": rounded(1000 * max((turn["seconds"] - turn["without_core"] for turn in turns), default=0)),
+        "longest_own_ms": rounded(1000 * max([0.0, *(turn["seconds"] - turn["without_core"] for turn in turns)])),
         "longest_turn_cpu_ms": rounded(1000 * max((turn["cpu_seconds"] for turn in turns), default=0)),
         "longest_collection_ms": rounded(1000 * max((turn["collecting"] for turn in turns), default=0)),
         "peak_mib": rounded(phase.peak_mib),
