@@ -21,8 +21,9 @@ only if their media are equal, too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -111,10 +112,12 @@ class Accounting:
     replayed_tokens: int = 0
 
 
-def encode_row(row: Trajectory, *, arrays: str = "list") -> dict[str, Any]:
+def encode_row(row: Trajectory, *, arrays: str = "list", spell: Callable[[NDArray[Any]], Any] | None = None) -> dict[str, Any]:
     """The row in the shape of the HTTP contract. `arrays="list"` for JSON; "bytes" for msgpack: token_ids as little-endian int32,
     loss_mask as int8, logprobs as little-endian float32, each a bytes field. Details are further fields: nested lists with null for
-    NaN, or `{"shape", "data"}` with top_token_ids in int32, routed_experts in int16 and the others in float32."""
+    NaN, or `{"shape", "data"}` with top_token_ids in int32, routed_experts in int16 and the others in float32. `spell`: what stands for
+    the list of token_ids, loss_mask and logprobs."""
+    put = spell or partial(_array, arrays=arrays)
     return {
         "trajectory_id": row.trajectory_id,
         "session_id": row.session_id,
@@ -123,9 +126,9 @@ def encode_row(row: Trajectory, *, arrays: str = "list") -> dict[str, Any]:
         "role": row.role,
         "role_source": row.role_source,
         "agent": row.agent,
-        "token_ids": _array(row.token_ids, arrays),
-        "loss_mask": _array(row.loss_mask, arrays),
-        "logprobs": _array(row.logprobs, arrays),
+        "token_ids": put(row.token_ids),
+        "loss_mask": put(row.loss_mask),
+        "logprobs": put(row.logprobs),
         "logprob_modes": [[span.mode, span.start, span.end] for span in row.logprob_modes],
         "weight_versions": [[span.version, span.start, span.end] for span in row.weight_versions],
         "reward": row.reward,

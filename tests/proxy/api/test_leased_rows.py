@@ -8,6 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 import msgpack
+import msgspec
+import numpy as np
 import pytest
 
 from proxy import rows
@@ -168,3 +170,18 @@ async def test_a_builder_that_fails_on_a_later_group_is_refused_before_the_answe
     caller.watch(monkeypatch, fails="s5")
     with pytest.raises(RequestError, match="the builder 'merged' makes no rows of group s5"):
         await encode_groups(ready.services, await take(ready), RowTerms(Encoding.PACKED, builder="merged"))
+
+
+@pytest.mark.parametrize("form", [Encoding.JSON, Encoding.MSGPACK])
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 40, 2**16 - 1, 2**16, 2**16 + 1])
+def test_a_list_of_numbers_has_the_same_bytes_in_pieces(monkeypatch: pytest.MonkeyPatch, form: Encoding, size: int) -> None:
+    """The old bug: 50,000 numbers were a list of Python's, which the collector looked through and the encoder held the lock for."""
+    encoder: Any = msgspec.json if form is Encoding.JSON else msgspec.msgpack
+    encode, sizes = encoder.encode, [0]
+    ids = np.arange(size, dtype=np.int32) * 37 % 151_936
+    for array in (ids, ids.astype(np.float32) / -3, (ids % 2).astype(np.int8)):
+        whole = encode(array.tolist())
+        with monkeypatch.context() as patch:
+            patch.setattr(encoder, "encode", lambda part: sizes.append(len(part)) or encode(part))
+            assert bytes(leased_rows.spell_numbers(array, form)) == whole
+    assert max(sizes) == min(size, leased_rows.SPELLED_NUMBERS)
