@@ -112,6 +112,7 @@ class SplitBody:
     way: str = "full"
     _hashed: list[tuple[int, blake2b]] = field(default_factory=list)
     _rest: bytes = b""
+    _ends: npt.NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return self.known + len(self.new)
@@ -152,6 +153,8 @@ class SplitBody:
     def _find_ends(self) -> npt.NDArray[np.int64]:
         """The offset in the body after each item."""
         assert self.span is not None
+        if self._ends is not None:
+            return self._ends
         start, ends = self.span[0], []
         at, known = start + 1, np.zeros(0, np.int64)
         if self.before is not None:
@@ -160,7 +163,8 @@ class SplitBody:
         for item in self.new:
             at = _skip(self.body, at) + len(item)
             ends.append(at)
-        return np.concatenate((known, np.array(ends, np.int64))) if ends else known
+        self._ends = np.concatenate((known, np.array(ends, np.int64))) if ends else known
+        return self._ends
 
     def _known_hashes(self, before: RawHistory) -> list[tuple[int, blake2b]]:
         """The states of the known history's hash that this one goes through, too."""
