@@ -27,7 +27,7 @@ from proxy.dialects.base import (
     retry_headers,
     show_logprobs,
 )
-from proxy.dialects.fields import decode, encode, placeholder_id, tool_call
+from proxy.dialects.fields import TEXT, decode, encode, placeholder_id, split_event, tool_call
 from proxy.errors import BudgetExhausted, RequestError, VerbatimError
 
 _SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "seed", "max_tokens", "stop")}
@@ -166,27 +166,26 @@ def _event(payload: Any) -> bytes:
     return b"data: " + encode(payload) + b"\n\n"
 
 
-_END_OF_TEXT = b'},"finish_reason":null,"logprobs":null}]}\n\n'
-
-
 class ChatStream(ChunkStream):
     def __init__(self, request: Request, reply_id: str, created: int) -> None:
         head = {"id": f"chatcmpl-{reply_id}", "object": "chat.completion.chunk", "created": created}
         super().__init__(request, {**head, "model": request.model})
         self._with_logprobs = request.top_logprobs is not None
-        self._texts = [b'%b{"index":%d,"delta":{"content":' % (self._prefix, index) for index in range(request.n)]
+        self._texts = [split_event(self._delta(index, {"content": TEXT})) for index in range(request.n)]
+        self._thoughts = [split_event(self._delta(index, _reasoning(TEXT))) for index in range(request.n)]
 
     def open(self) -> bytes:
         return b"".join(self._delta(index, {"role": "assistant", "content": ""}) for index in range(self._request.n))
 
     def write(self, delta: Delta) -> bytes:
         self._begun.add(delta.index)
-        if delta.content and not (delta.reasoning or delta.tool_calls or self._with_logprobs):
+        if not (delta.tool_calls or self._with_logprobs):
             # What nearly every token is.
-            return b"%b%b%b" % (self._texts[delta.index], encode(delta.content), _END_OF_TEXT)
-        fields: dict[str, Any] = {}
-        if delta.reasoning:
-            fields["reasoning_content"] = fields["reasoning"] = delta.reasoning
+            if delta.content and not delta.reasoning:
+                return encode(delta.content).join(self._texts[delta.index])
+            if delta.reasoning and not delta.content:
+                return encode(delta.reasoning).join(self._thoughts[delta.index])
+        fields: dict[str, Any] = _reasoning(delta.reasoning) if delta.reasoning else {}
         if delta.content:
             fields["content"] = delta.content
         if delta.tool_calls:
@@ -206,6 +205,10 @@ class ChatStream(ChunkStream):
         choice: dict[str, Any] = {"index": index, "delta": fields, "finish_reason": finish_reason}
         choice["logprobs"] = {"content": show_logprobs(self._request, logprobs)} if self._with_logprobs and logprobs else None
         return self._chunk(choice)
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def build_usage(reply: Reply) -> dict[str, Any]:

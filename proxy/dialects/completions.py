@@ -16,7 +16,7 @@ import msgspec
 from proxy.dialects import fields
 from proxy.dialects.base import Choice, Delta, Endpoint, HistoryMessage, Incoming, Past, Reply, Request, SeveralCalls
 from proxy.dialects.chat import ChunkStream, OpenAIDialect, build_usage
-from proxy.dialects.fields import MAX_VALUES, check_values, decode, encode
+from proxy.dialects.fields import MAX_VALUES, TEXT, check_values, decode, encode, split_event
 from proxy.errors import RequestError
 from reconstruct.messages import Digests
 
@@ -104,6 +104,8 @@ class CompletionsStream(ChunkStream):
     def __init__(self, request: Request, reply_id: str, created: int) -> None:
         super().__init__(request, _head(request, reply_id, created))
         self._offsets = dict.fromkeys(range(request.n), 0)
+        self._is_plain = request.top_logprobs is None and not request.wants_ids
+        self._texts = [split_event(self._chunk(_piece(index, TEXT))) for index in range(request.n)]
 
     def open(self) -> bytes:
         if not self._request.echo:
@@ -112,6 +114,8 @@ class CompletionsStream(ChunkStream):
 
     def write(self, delta: Delta) -> bytes:
         self._begun.add(delta.index)
+        if self._is_plain:
+            return encode(delta.content).join(self._texts[delta.index])
         piece = _piece(delta.index, delta.content)
         if self._request.top_logprobs is not None and delta.logprobs:
             piece["logprobs"] = legacy_logprobs(delta.logprobs, self._offsets[delta.index])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from proxy.dialects.base import Choice, Delta, Reply, Request, seal
-from proxy.dialects.fields import arguments_object, encode
+from proxy.dialects.fields import TEXT, arguments_object, encode, split_event
 from proxy.errors import ContextTooLong, VerbatimError
 
 Part = dict[str, Any]
@@ -38,17 +38,27 @@ class GeminiStream:
         options: GeminiReplyOptions = request.echo
         self._head = {"modelVersion": request.model, "responseId": reply_id}
         self._sse = options.sse
+        self._with_logprobs = request.top_logprobs is not None
         self._begun = False
         self._silent = 0
         # The calls of the other choices are not known yet.
         self._candidates = [Candidate(index, options, "" if index else reply_id) for index in range(request.n)]
+        texts = (self._encode([_text_candidate(index, TEXT)]) for index in range(request.n))
+        self._texts = [split_event(text) for text in texts]
 
     def open(self) -> bytes:
         """Google has no opening event; an empty text tells the client that the reply has begun."""
         return (b"" if self._sse else b"[") + self.keep_alive()
 
     def write(self, delta: Delta) -> bytes:
-        shown = self._candidates[delta.index].take(delta)
+        candidate = self._candidates[delta.index]
+        if candidate.text_sent and delta.content and not (delta.reasoning or delta.tool_calls or self._with_logprobs):
+            # What nearly every token is: the first text has the signature.
+            candidate.text_sent += len(delta.content)
+            self._silent = 0
+            body = encode(delta.content).join(self._texts[delta.index])
+            return body if self._sse else self._separator() + body
+        shown = candidate.take(delta)
         if shown is not None:
             self._silent = 0
             return self._chunk([shown])
@@ -57,7 +67,7 @@ class GeminiStream:
 
     def keep_alive(self) -> bytes:
         """An empty text: google-genai's chats discard a turn if one of its chunks has no candidate or no part."""
-        return self._chunk([{"content": {"role": "model", "parts": [{"text": ""}]}, "index": 0}])
+        return self._chunk([_text_candidate(0, "")])
 
     def close(self, reply: Reply) -> bytes:
         rest = [self._candidates[choice.index].finish(choice) for choice in reply.choices]
@@ -70,12 +80,20 @@ class GeminiStream:
         return body if self._sse else self._separator() + body + b"]"
 
     def _chunk(self, candidates: list[dict[str, Any]], **more: Any) -> bytes:
+        chunk = self._encode(candidates, **more)
+        return chunk if self._sse else self._separator() + chunk
+
+    def _encode(self, candidates: list[dict[str, Any]], **more: Any) -> bytes:
         body = encode({"candidates": candidates, **more, **self._head})
-        return b"data: " + body + b"\n\n" if self._sse else self._separator() + body
+        return b"data: " + body + b"\n\n" if self._sse else body
 
     def _separator(self) -> bytes:
         begun, self._begun = self._begun, True
         return b",\n" if begun else b""
+
+
+def _text_candidate(index: int, text: str) -> dict[str, Any]:
+    return {"content": {"role": "model", "parts": [{"text": text}]}, "index": index}
 
 
 def _split_parts(candidate: dict[str, Any]) -> list[dict[str, Any]]:
@@ -95,10 +113,13 @@ class Candidate:
         self._call_id = call_id
         self._reasoning: list[str] = []
         self._reasoning_sent = 0
-        self._content_sent = 0
+        self.text_sent = 0
+        """Characters of text."""
         self._sealed: str | None = None
         self._calls_sent = 0
         self._open_call: dict[str, Any] | None = None
+        self._arguments: list[str] = []
+        """Of the open call."""
         self._logprobs: list[Mapping[str, Any]] = []
         """Not sent yet."""
         self._logprobs_sent = 0
@@ -116,7 +137,7 @@ class Candidate:
         message, self._call_id = choice.message, choice.call_id
         reasoning, content = message.get("reasoning_content") or "", message.get("content") or ""
         parts = self._think(reasoning[self._reasoning_sent :])
-        parts += self._say(content[self._content_sent :])
+        parts += self._say(content[self.text_sent :])
         parts += [self._call_part(call) for call in (message.get("tool_calls") or ())[self._calls_sent :]]
         if self._sealed != reasoning:
             parts.append(self._sign({"text": ""}))
@@ -129,14 +150,16 @@ class Candidate:
         return candidate
 
     def _think(self, text: str) -> list[Part]:
+        if not text:
+            return []
         self._reasoning.append(text)
         self._reasoning_sent += len(text)
-        return [{"text": text, "thought": True}] if text and self._options.thoughts else []
+        return [{"text": text, "thought": True}] if self._options.thoughts else []
 
     def _say(self, text: str) -> list[Part]:
         if not text:
             return []
-        first, self._content_sent = not self._content_sent, self._content_sent + len(text)
+        first, self.text_sent = not self.text_sent, self.text_sent + len(text)
         return [self._sign({"text": text}) if first else {"text": text}]
 
     def _take_call(self, piece: Mapping[str, Any]) -> list[Part]:
@@ -144,13 +167,15 @@ class Candidate:
         function = piece.get("function") or {}
         done: list[Part] = []
         if self._open_call is not None and self._open_call["index"] != piece.get("index", 0):
+            self._open_call["function"]["arguments"] = "".join(self._arguments)
             done = [self._call_part(self._open_call)]
             self._open_call = None
         if self._open_call is None:
-            self._open_call = {"index": piece.get("index", 0), "id": "", "function": {"name": "", "arguments": ""}}
+            self._open_call = {"index": piece.get("index", 0), "id": "", "function": {"name": ""}}
+            self._arguments = []
         self._open_call["id"] = self._open_call["id"] or piece.get("id") or ""
         self._open_call["function"]["name"] += function.get("name") or ""
-        self._open_call["function"]["arguments"] += function.get("arguments") or ""
+        self._arguments.append(function.get("arguments") or "")
         return done
 
     def _call_part(self, call: Mapping[str, Any]) -> Part:

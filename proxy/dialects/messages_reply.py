@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from proxy.dialects.base import Choice, Delta, Reply, Request, seal, tool_call_id
-from proxy.dialects.fields import UNPARSED, arguments_object, encode
+from proxy.dialects.fields import TEXT, UNPARSED, arguments_object, encode, split_event
 from proxy.dialects.messages_request import wire_id
 from proxy.errors import ContextTooLong, EngineFailed, VerbatimError
 
@@ -32,6 +32,8 @@ class MessagesStream:
         self._prompt_tokens = prompt_tokens
         self._begun = False
         self._open = ""
+        self._template: list[bytes] = []
+        """Of the events that carry the text of the open block."""
         self._index = -1
         self._calls = 0
         self._out_of_order = False
@@ -45,6 +47,9 @@ class MessagesStream:
         return _PING
 
     def write(self, delta: Delta) -> bytes:
+        if self._open == "text" and delta.content and not (delta.reasoning or delta.tool_calls):
+            # What nearly every token is.
+            return encode(delta.content).join(self._template)
         self._begun = True
         return b"".join((self._think(delta.reasoning), self._say(delta.content), *map(self._call, delta.tool_calls)))
 
@@ -64,15 +69,15 @@ class MessagesStream:
             return b""
         if self._thinking == "none":
             return _PING
-        start = self._begin_block("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-        if self._thinking == "omitted":
-            return start + _PING
-        return start + self._piece({"type": "thinking_delta", "thinking": text})
+        block = {"type": "thinking", "thinking": "", "signature": ""}
+        start = self._begin_block("thinking", block, {"type": "thinking_delta", "thinking": TEXT})
+        return start + (_PING if self._thinking == "omitted" else self._piece(text))
 
     def _say(self, text: str) -> bytes:
         if not text:
             return b""
-        return self._begin_block("text", {"type": "text", "text": ""}) + self._piece({"type": "text_delta", "text": text})
+        start = self._begin_block("text", {"type": "text", "text": ""}, {"type": "text_delta", "text": TEXT})
+        return start + self._piece(text)
 
     def _call(self, call: Mapping[str, Any]) -> bytes:
         """A piece of a tool call: the first carries its name, all carry argument text as the model wrote it."""
@@ -84,20 +89,24 @@ class MessagesStream:
         self._calls = position + 1
         identifier = wire_id(tool_call_id(self._call_id, position))
         block: dict[str, Any] = {"type": "tool_use", "id": identifier, "name": function.get("name") or "", "input": {}}
-        start = self._begin_block(f"call {position}", block)
+        start = self._begin_block(f"call {position}", block, {"type": "input_json_delta", "partial_json": TEXT})
         arguments = function.get("arguments")
-        return start + (self._piece({"type": "input_json_delta", "partial_json": arguments}) if arguments else b"")
+        return start + (self._piece(arguments) if arguments else b"")
 
-    def _begin_block(self, what: str, block: Mapping[str, Any]) -> bytes:
-        """Nothing if that block is open already."""
+    def _begin_block(self, what: str, block: Mapping[str, Any], delta: Mapping[str, Any]) -> bytes:
+        """Nothing if that block is open already. `delta`: of a piece of it, whose text is TEXT."""
         if self._open == what:
             return b""
         end = self._end_block()
         self._open = what
         self._index += 1
+        self._template = split_event(self._delta(delta))
         return end + _event("content_block_start", {"index": self._index, "content_block": block})
 
-    def _piece(self, delta: Mapping[str, Any]) -> bytes:
+    def _piece(self, text: str) -> bytes:
+        return encode(text).join(self._template)
+
+    def _delta(self, delta: Mapping[str, Any]) -> bytes:
         return _event("content_block_delta", {"index": self._index, "delta": delta})
 
     def _end_block(self) -> bytes:
@@ -105,7 +114,7 @@ class MessagesStream:
             return b""
         signature = b""
         if self._open == "thinking":
-            signature = self._piece({"type": "signature_delta", "signature": seal(self._call_id)})
+            signature = self._delta({"type": "signature_delta", "signature": seal(self._call_id)})
         self._open = ""
         return signature + _event("content_block_stop", {"index": self._index})
 

@@ -25,6 +25,8 @@ class ItemWriter:
         self._call_id, self._toolbox = call_id, toolbox
         self._summary, self._sealed = summary, sealed
         self._open: _Item | None = None
+        self.prose: _Message | _Reasoning | None = None
+        """The message or reasoning in progress, where that is what is open."""
         self._space = ""
         self._counts = {"rs": 0, "msg": 0}
         self._pending: tuple[int, str] | None = None
@@ -36,7 +38,7 @@ class ItemWriter:
             return self._open.add(text)
         item_id = self._next_id("rs")
         events = self._close("completed")
-        item = _Reasoning(item_id, len(self.items), self._call_id, summary=self._summary, sealed=self._sealed)
+        item = self.prose = _Reasoning(item_id, len(self.items), self._call_id, summary=self._summary, sealed=self._sealed)
         return [*events, *self._begin(item), *item.add(text)]
 
     def add_text(self, text: str, logprobs: Sequence[Mapping[str, Any]] = ()) -> list[Event]:
@@ -69,7 +71,7 @@ class ItemWriter:
     def _begin_message(self, logprobs: Sequence[Mapping[str, Any]]) -> list[Event]:
         item_id = self._next_id("msg")
         events = self._close("completed")
-        item = _Message(item_id, len(self.items))
+        item = self.prose = _Message(item_id, len(self.items))
         text, self._space = self._space, ""
         return [*events, *self._begin(item), *item.add(text, logprobs)]
 
@@ -89,7 +91,7 @@ class ItemWriter:
         if self._open is not None:
             events += self._open.close(status)
             self.items.append(events[-1]["item"])
-            self._open = None
+            self._open = self.prose = None
         return events
 
     def _next_id(self, prefix: str) -> str:
@@ -110,23 +112,30 @@ def _event(kind: str, index: int, **fields: Any) -> Event:
 
 
 class _Message:
+    is_reasoning = False
+
     def __init__(self, item_id: str, index: int) -> None:
         self._id, self._index = item_id, index
-        self._text: list[str] = []
+        self.text: list[str] = []
+        """The pieces so far."""
         self._logprobs: list[dict[str, Any]] = []
 
     def open(self) -> list[Event]:
         added = _event("output_item.added", self._index, item=self._item("in_progress", []))
         return [added, self._event("content_part.added", part=_text_part("", []))]
 
+    def carry(self, text: str) -> Event:
+        """The event that carries text without logprobs."""
+        return self._event("output_text.delta", delta=text, logprobs=[])
+
     def add(self, text: str, logprobs: Sequence[Mapping[str, Any]]) -> list[Event]:
         converted = [_logprob(entry) for entry in logprobs]
-        self._text.append(text)
+        self.text.append(text)
         self._logprobs += converted
         return [self._event("output_text.delta", delta=text, logprobs=converted)]
 
     def close(self, status: str) -> list[Event]:
-        text = "".join(self._text)
+        text = "".join(self.text)
         part = _text_part(text, self._logprobs)
         return [
             self._event("output_text.done", text=text, logprobs=self._logprobs),
@@ -144,23 +153,30 @@ class _Message:
 class _Reasoning:
     """Rendered as a summary if the harness requested one, else as its text."""
 
+    is_reasoning = True
+
     def __init__(self, item_id: str, index: int, call_id: str, *, summary: bool, sealed: bool) -> None:
         self._id, self._index, self._call_id, self._sealed = item_id, index, call_id, sealed
         self._where, self._kind = ("summary", "summary_text") if summary else ("content", "reasoning_text")
         self._events = "reasoning_summary_text" if summary else "reasoning_text"
         self._part = "reasoning_summary_part" if summary else "content_part"
-        self._text: list[str] = []
+        self.text: list[str] = []
+        """The pieces so far."""
 
     def open(self) -> list[Event]:
         added = _event("output_item.added", self._index, item=self._item([], None))
         return [added, self._event(f"{self._part}.added", part={"type": self._kind, "text": ""})]
 
+    def carry(self, text: str) -> Event:
+        """The event that carries a piece."""
+        return self._event(f"{self._events}.delta", delta=text)
+
     def add(self, text: str) -> list[Event]:
-        self._text.append(text)
-        return [self._event(f"{self._events}.delta", delta=text)]
+        self.text.append(text)
+        return [self.carry(text)]
 
     def close(self, status: str) -> list[Event]:
-        text = "".join(self._text)
+        text = "".join(self.text)
         part = {"type": self._kind, "text": text}
         item = self._item([part], seal(self._call_id, text) if self._sealed else None)
         return [

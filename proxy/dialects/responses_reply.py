@@ -9,7 +9,7 @@ from typing import Any
 
 from proxy.dialects import fields
 from proxy.dialects.base import Choice, Delta, Reply, Request, show_logprobs
-from proxy.dialects.fields import encode
+from proxy.dialects.fields import TEXT, encode, split_event
 from proxy.dialects.responses_items import response_id
 from proxy.dialects.responses_output import Event, ItemWriter
 from proxy.dialects.responses_tools import Toolbox
@@ -172,8 +172,12 @@ class ResponsesStream:
         self._number = 0
         self._written_at = time.monotonic()
         # What was sent; calls by position, as (name, arguments).
-        self._reasoning = self._text = ""
-        self._calls: dict[int, tuple[str, str]] = {}
+        self._reasoning: list[str] = []
+        self._text: list[str] = []
+        self._calls: dict[int, tuple[str, list[str]]] = {}
+        self._template: list[bytes] = []
+        """Of the events that carry the pieces of the item `_shown`, up to their number."""
+        self._shown: Any = None
         # Logprobs belong to the text as a whole: deltas do not say which of them are a call's.
         self._waits = request.top_logprobs is not None
 
@@ -182,9 +186,22 @@ class ResponsesStream:
         return self._encode([{"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")])
 
     def write(self, delta: Delta) -> bytes:
+        item, is_plain = self._output.prose, not (delta.tool_calls or self._waits)
+        # What nearly every token is.
+        if is_plain and item is not None and bool(delta.content) is not bool(delta.reasoning) is item.is_reasoning:
+            return self._add_prose(item, delta.content or delta.reasoning)
         events = [] if self._waits else self._take(delta)
         quiet = not events and time.monotonic() - self._written_at > _QUIET_SECONDS
         return self.keep_alive() if quiet else self._encode(events)
+
+    def _add_prose(self, item: Any, text: str) -> bytes:
+        if item is not self._shown:
+            self._template, self._shown = _make_template(item.carry(TEXT)), item
+        item.text.append(text)
+        (self._reasoning if item.is_reasoning else self._text).append(text)
+        self._written_at = time.monotonic()
+        number, self._number = self._number, self._number + 1
+        return b"%b%d}\n\n" % (encode(text).join(self._template), number)
 
     def keep_alive(self) -> bytes:
         return self._encode([{"type": "response.in_progress", "response": self._response("in_progress")}])
@@ -204,16 +221,17 @@ class ResponsesStream:
     def _take(self, delta: Delta) -> list[Event]:
         events: list[Event] = []
         if delta.reasoning:
-            self._reasoning += delta.reasoning
+            self._reasoning.append(delta.reasoning)
             events += self._output.add_reasoning(delta.reasoning)
         if delta.content:
-            self._text += delta.content
+            self._text.append(delta.content)
             events += self._output.add_text(delta.content)
         for call in delta.tool_calls:
             position, function = call.get("index", 0), call.get("function") or {}
             name, arguments = function.get("name") or "", function.get("arguments") or ""
-            sent = self._calls.get(position, ("", ""))
-            self._calls[position] = (sent[0] + name, sent[1] + arguments)
+            known, pieces = self._calls.get(position, ("", []))
+            self._calls[position] = known + name, pieces
+            pieces.append(arguments)
             events += self._output.add_call(position, name, arguments)
         return events
 
@@ -222,11 +240,12 @@ class ResponsesStream:
         whole = content_of(message)
         calls = []
         for position, name, arguments in whole.calls:
-            sent = self._calls.get(position)
-            if sent != (name, arguments):
-                known = sent or ("", "")
-                calls.append((position, _after(name, known[0]), _after(arguments, known[1])))
-        return Content(_after(whole.reasoning, self._reasoning), _after(whole.text, self._text), calls)
+            known, pieces = self._calls.get(position, ("", []))
+            sent = "".join(pieces)
+            if position not in self._calls or (known, sent) != (name, arguments):
+                calls.append((position, _after(name, known), _after(arguments, sent)))
+        text, reasoning = "".join(self._text), "".join(self._reasoning)
+        return Content(_after(whole.reasoning, reasoning), _after(whole.text, text), calls)
 
     def _response(self, status: str, **result: Any) -> dict[str, Any]:
         return build_response(self._options, self._reply_id, self._created, self._model, status, **result)
@@ -235,10 +254,22 @@ class ResponsesStream:
         encoded = []
         for event in events:
             self._written_at = time.monotonic()
-            head = f"event: {event['type']}\ndata: ".encode()
-            encoded.append(head + encode({**event, "sequence_number": self._number}) + b"\n\n")
+            encoded.append(_encode_event(event, self._number))
             self._number += 1
         return b"".join(encoded)
+
+
+def _encode_event(event: Event, number: int) -> bytes:
+    head = f"event: {event['type']}\ndata: ".encode()
+    return head + encode({**event, "sequence_number": number}) + b"\n\n"
+
+
+_END = len(b"0}\n\n")
+
+
+def _make_template(event: Event) -> list[bytes]:
+    """Of an event with TEXT, up to its number."""
+    return split_event(_encode_event(event, 0)[:-_END])
 
 
 def _after(whole: str, sent: str) -> str:
