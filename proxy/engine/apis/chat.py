@@ -125,10 +125,10 @@ class OpenAiChat(EngineKind):
     ) -> None:
         stream, headers = body["stream"], {"x-request-id": job.call_id}
         path = f"{replica.api_path}/{'completions' if 'prompt' in body else 'chat/completions'}"
-        begun = not stream
+        begun, so_far = not stream, choices[0]
 
         def take(answers: list[_Answer]) -> None:
-            nonlocal begun
+            nonlocal begun, so_far
             if not begun:
                 begun = True
                 emit(FirstToken())
@@ -141,7 +141,9 @@ class OpenAiChat(EngineKind):
                     for choice in answer.choices:
                         if choice.prompt_token_ids or choice.prompt_logprobs:
                             reply.update(choice)
-                        delta = choice_at(choices, choice.index).add(choice)
+                        if not so_far.heard or so_far.index != choice.index:
+                            so_far = choice_at(choices, choice.index)
+                        delta = so_far.add(choice)
                         if stream and (delta.content or is_visible(job.request, delta)):
                             deltas.append(delta)
             finally:

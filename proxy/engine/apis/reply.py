@@ -233,9 +233,18 @@ def check_sampled(outcome: EngineReply, engine_mode: str) -> None:
         for token in (min(sampled.token_ids), max(sampled.token_ids)):
             if not 0 <= token < _END_OF_IDS:
                 raise EngineFailed(f"choice {sampled.index} of the engine's answer has the id {token}, which no token has")
-        most = max([logprob for logprob in sampled.logprobs if logprob is not None], default=0.0)
+        most = _find_largest(sampled.logprobs)
         if most > _ROUNDING and engine_mode not in NO_LOGPROBS:
             raise EngineFailed(f"choice {sampled.index} of the engine's answer has the logprob {most:g}, which no token has")
+
+
+def _find_largest(logprobs: Sequence[Any]) -> float:
+    """0 where there is none."""
+    try:
+        return max(logprobs, default=0.0) or 0.0
+    except TypeError:
+        # An engine may leave one out.
+        return max([logprob for logprob in logprobs if logprob is not None], default=0.0)
 
 
 def check_entries(index: int, token_ids: Sequence[int], named: Sequence[int]) -> None:
@@ -278,10 +287,6 @@ class Assembly:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: dict[int, _CallSoFar] = {}
-
-    @property
-    def has_calls(self) -> bool:
-        return bool(self._calls)
 
     def add(self, piece: Mapping[str, Any]) -> Delta:
         """Append a message or delta; returns it as the harness sees it."""
@@ -342,7 +347,7 @@ def names_function(piece: Mapping[str, Any]) -> bool:
     return bool((piece.get("function") or {}).get("name"))
 
 
-class CertainText:
+class CertainText(Assembly):
     """One choice's text while it is sampled, as far as it is certain.
 
     The final message is the engine's parse of the whole reply, which the streaming parsers do not always agree with: they drop white
@@ -350,11 +355,9 @@ class CertainText:
     the first sign of a tool call go out early, without trailing white space; `take_rest` gives what is left."""
 
     def __init__(self, index: int) -> None:
-        self._assembly = Assembly(index)
-        self._index = index
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        """What was sent."""
+        super().__init__(index)
+        self._sent: list[str] = []
+        self._sent_reasoning: list[str] = []
         self._certain: list[str] = []
         self._thoughts: list[str] = []
         """Text and reasoning that were not sent."""
@@ -363,33 +366,30 @@ class CertainText:
 
     def add_delta(self, delta: Mapping[str, Any]) -> None:
         """Add what the streaming parsers say."""
-        added = self._assembly.add(delta)
-        if added.content:
-            text = added.content.rstrip()
+        content = delta.get("content")
+        if content and len(delta) == 1:
+            # What nearly every token is.
+            self._content.append(content)
+        else:
+            added = self.add(delta)
+            content = added.content
+            if added.reasoning:
+                self._thoughts.append(added.reasoning)
+        if content:
+            text = content.rstrip()
             if text:
                 self._certain += [*self._space, text]
                 self._space.clear()
-            self._space.append(added.content[len(text) :])
-        if added.reasoning:
-            self._thoughts.append(added.reasoning)
-
-    def advance(self, delta: Mapping[str, Any]) -> Delta | None:
-        """Add what the streaming parsers say; what is certain now and was not sent, None if nothing."""
-        self.add_delta(delta)
-        return self.take_certain()
-
-    def message(self) -> dict[str, Any]:
-        """The message so far, as the streaming parsers have it."""
-        return self._assembly.message()
+            self._space.append(content[len(text) :])
 
     def is_prefix_of(self, message: Mapping[str, Any]) -> bool:
         """Whether `message` begins with what was sent."""
         content, reasoning = message.get("content") or "", message.get("reasoning_content") or ""
-        return content.startswith("".join(self._content)) and reasoning.startswith("".join(self._reasoning))
+        return content.startswith("".join(self._sent)) and reasoning.startswith("".join(self._sent_reasoning))
 
     def agrees_with(self, message: Mapping[str, Any]) -> bool:
         """Whether `message` begins with all that is certain, sent or not."""
-        said = self._assembly.message()
+        said = self.message()
         if said.get("tool_calls"):
             return self.is_prefix_of(message)
         text, thinking = (said["content"] or "").rstrip(), said.get("reasoning_content") or ""
@@ -397,17 +397,17 @@ class CertainText:
 
     @property
     def has_sent(self) -> bool:
-        return bool(self._content)
+        return bool(self._sent)
 
     def take_certain(self) -> Delta | None:
         """The text that is certain and was not sent; None if there is none."""
-        if not (self._certain or self._thoughts) or self._assembly.has_calls:
+        if self._calls or not (self._certain or self._thoughts):
             return None
-        delta = Delta(self._index, "".join(self._certain), "".join(self._thoughts))
+        delta = Delta(self.index, "".join(self._certain), "".join(self._thoughts))
         self._certain.clear()
         self._thoughts.clear()
-        self._content.append(delta.content)
-        self._reasoning.append(delta.reasoning)
+        self._sent.append(delta.content)
+        self._sent_reasoning.append(delta.reasoning)
         return delta
 
     def take_rest(self, message: Mapping[str, Any]) -> Delta | None:
@@ -415,7 +415,7 @@ class CertainText:
         assert self.is_prefix_of(message), "text that was sent cannot be taken back"
         content, reasoning = message.get("content") or "", message.get("reasoning_content") or ""
         calls = [{"index": position, **call} for position, call in enumerate(message.get("tool_calls") or ())]
-        delta = Delta(self._index, content[sum(map(len, self._content)) :], reasoning[sum(map(len, self._reasoning)) :], calls)
+        delta = Delta(self.index, content[sum(map(len, self._sent)) :], reasoning[sum(map(len, self._sent_reasoning)) :], calls)
         return delta if delta.content or delta.reasoning or delta.tool_calls else None
 
 

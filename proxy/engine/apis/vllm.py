@@ -167,7 +167,7 @@ class VllmTokens(EngineKind):
         choices = [SampledChoice(index, live) for index in range(job.request.n)]
         streams = _can_stream(replica, job, stream)
         body = generate_body(replica, job, streams, parsed=parsed)
-        reply = GeneratedReply(choices, ImageExpansion(replica, job), emit if stream else None)
+        reply = GeneratedReply(choices, ImageExpansion(replica, job) if job.media else None, emit if stream else None)
         with PartialReply(choices) as reading:
             async with self._http.receive(replica, GENERATE, body, answer_type(job), job.scope, stream=streams) as answers:
                 while not answers.ended:
@@ -190,7 +190,7 @@ class VllmTokens(EngineKind):
     async def _emit_live(self, job: SamplingJob, parser: Parser, choices: list[SampledChoice], emit: Emit) -> None:
         """Parse what has arrived of the choices whose next step is due."""
         for choice in choices:
-            if choice.live is None or not choice.is_due:
+            if choice.live is None or choice.finish_reason or not choice.live.is_due:
                 continue
             try:
                 with Within(INTERPRET):

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from proxy.dialects.base import Delta, FirstToken, PromptReady
+from proxy.dialects.base import Delta, FirstToken, PromptReady, Request
 from proxy.engine.apis.base import Emit, PlanRequest, PlansNoMore, SamplingJob, chat_body
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.reply import (
@@ -176,8 +176,10 @@ def _ancestor(plan: PlanRequest, messages: Sequence[Mapping[str, Any]], names: M
 class _Choice(GeneratedChoice):
     """One choice of a reply by the plugin."""
 
-    def __init__(self, index: int, live: bool) -> None:
+    def __init__(self, index: int, live: bool, continued: Request | None) -> None:
+        """`continued`: the request whose prompt it goes on with, where that is streamed."""
         super().__init__(index)
+        self._continued = continued
         self.text = CertainText(index) if live else None
         self.ended: EndFrame | None = None
         self._tops: list[Sequence[tuple[int, float]]] = []
@@ -189,13 +191,24 @@ class _Choice(GeneratedChoice):
     def has_content(self) -> bool:
         return any(self._ids)
 
-    def add(self, piece: PieceFrame) -> None:
+    def add(self, piece: PieceFrame) -> Delta | None:
+        """Add what was sampled; what the harness sees of it now."""
         self._ids.append(piece.ids)
         self._logprobs.append(piece.logprobs)
         if piece.tops is not None:
             self._tops += _read_tops(piece.tops)
         if piece.shown is not None:
             self._shown += piece.shown
+        if self.text is not None:
+            if piece.delta is None:
+                return None
+            self.text.add_delta(piece.delta)
+            return self.text.take_certain()
+        if self._continued is None:
+            return None
+        content = (piece.delta or {}).get("content") or ""
+        delta = Delta(self.index, content, logprobs=piece.shown or [], token_ids=read_ids(piece.ids).tolist())
+        return delta if is_visible(self._continued, delta) else None
 
     def end(self, ended: EndFrame) -> None:
         self.ended = ended
@@ -241,19 +254,23 @@ class _Reply:
         self._plan: EnginePlan | None = None
         # Logprobs belong to the whole text: then it waits for the end.
         live = stream and job.request.prompt is None and job.request.top_logprobs is None
-        self.choices = [_Choice(index, live) for index in range(job.request.n)]
+        continued = job.request if stream and job.request.prompt is not None else None
+        self.choices = [_Choice(index, live, continued) for index in range(job.request.n)]
 
     def take(self, frames: list[Frame]) -> None:
         """Add what arrived together, and pass on what of it is certain."""
         deltas: list[Delta] = []
         try:
+            choice = self.choices[0]
             for frame in frames:
-                if isinstance(frame, PieceFrame):
-                    delta = self._add_piece(frame)
-                    if delta is not None:
-                        deltas.append(delta)
-                else:
+                if not isinstance(frame, PieceFrame):
                     self._take_frame(frame)
+                    continue
+                if not (choice.heard and choice.index == frame.index):
+                    choice = self._find_choice(frame)
+                delta = choice.add(frame)
+                if delta is not None:
+                    deltas.append(delta)
         finally:
             if deltas:
                 self._emit(deltas)
@@ -292,23 +309,11 @@ class _Reply:
         if self._stream:
             self._emit(PromptReady(len(ids)))
 
-    def _add_piece(self, piece: PieceFrame) -> Delta | None:
-        """What of it the harness sees now."""
-        choice = choice_at(self.choices, piece.index)
-        choice.add(piece)
-        if not self._stream:
-            return None
-        if not self._begun:
+    def _find_choice(self, piece: PieceFrame) -> _Choice:
+        if self._stream and not self._begun:
             self._begun = True
             self._emit(FirstToken())
-        said = piece.delta or {}
-        if choice.text is not None:
-            return choice.text.advance(said) if said else None
-        if self._job.request.prompt is None:
-            return None
-        ids = read_ids(piece.ids).tolist()
-        delta = Delta(piece.index, said.get("content") or "", logprobs=piece.shown or [], token_ids=ids)
-        return delta if is_visible(self._job.request, delta) else None
+        return choice_at(self.choices, piece.index)
 
     def finish(self, broken: str | None) -> EngineReply:
         """Emits what is left of the text."""

@@ -204,13 +204,9 @@ class ImageExpansion:
     def __init__(self, replica: Replica, job: SamplingJob) -> None:
         self._replica = replica
         self._job = job
-        self._pending = bool(job.media)
 
     def check(self, answer: GenerateAnswer) -> None:
-        """Raises RequestError if the engine sampled after another prompt than was planned."""
-        if not self._pending:
-            return
-        self._pending = False
+        """Raises RequestError if the engine, whose first answer this is, samples after another prompt than was planned."""
         if answer.prompt_token_ids is None:
             raise RequestError(
                 f"engine {self._replica.name} does not say where it placed the images: vLLM does since 0.30, and before it images need "
@@ -269,11 +265,6 @@ class SampledChoice(PieceChoice):
             self.live.pending += visible_ids(ids, self.finish_reason, self.stop_reason) if piece.finish_reason else ids
 
     @property
-    def is_due(self) -> bool:
-        """Whether its text is to be parsed now as far as it goes."""
-        return self.live is not None and not self.finish_reason and self.live.is_due
-
-    @property
     def visible_ids(self) -> list[int]:
         """The ids to derender, without the stop token."""
         return visible_ids(self.token_ids, self.finish_reason, self.stop_reason)
@@ -317,34 +308,40 @@ def _first_tops(entry: Logprob, most: int) -> msgspec.Raw:
 
 
 class GeneratedReply:
-    """The answer to a generate request, as it arrives. `emit` is told of the first token."""
+    """The answer to a generate request, as it arrives. `expansion` checks the prompt's images; `emit` is told of the first token."""
 
-    def __init__(self, choices: list[SampledChoice], expansion: ImageExpansion, emit: Emit | None) -> None:
+    def __init__(self, choices: list[SampledChoice], expansion: ImageExpansion | None, emit: Emit | None) -> None:
         self.choices = choices
         self.cached_tokens = 0
         self.prompt_logprobs: PromptLogprobs | None = None
         self._expansion = expansion
         self._emit = emit
+        self._choice: SampledChoice | None = None
+        """The last one that a piece was of."""
 
     def take(self, answers: list[Generated]) -> bool:
         """Add what arrived together. Whether the text of a choice is to be parsed now."""
-        self._expansion.check(answers[0])
+        if self._expansion is not None:
+            self._expansion.check(answers[0])
+            self._expansion = None
         if self._emit is not None:
             self._emit(FirstToken())
             self._emit = None
-        choice = None
+        choice = self._choice
         for answer in answers:
             if answer.usage:
                 self.cached_tokens = answer.usage.cached_tokens
             self.prompt_logprobs = answer.prompt_logprobs or self.prompt_logprobs
             for piece in answer.choices:
                 if choice is None or choice.index != piece.index:
-                    choice = choice_at(self.choices, piece.index)
+                    choice = self._choice = choice_at(self.choices, piece.index)
                 choice.add(piece)
-        return any(map(_is_due, self.choices))
-
-
-_is_due: Callable[[SampledChoice], bool] = attrgetter("is_due")
+        now = time.perf_counter()
+        for each in self.choices:
+            live = each.live
+            if live is not None and live.pending and not each.finish_reason and now >= live.next_at:
+                return True
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,7 +439,7 @@ class Parser:
             "chat_request": self._request,
         }
         step = await self._http.ask(self._replica, DERENDER, body, _Step)
-        live.add(step, time.perf_counter() - started)
+        live.add_step(step, time.perf_counter() - started)
 
     async def _parse_whole(self, choice: SampledChoice) -> Parsed:
         wanted = self._job.request.top_logprobs is not None
@@ -513,21 +510,22 @@ class LiveText(CertainText):
         self.pending = [*pending]
         """Ids that no step has parsed yet."""
         self.state: msgspec.Raw | None = None
-        self._next_at = self._pause = 0.0
+        self._pause = self.next_at = 0.0
+        """How long steps pause, and when the next one may be, by `time.perf_counter`."""
 
     @property
     def is_due(self) -> bool:
-        return bool(self.pending) and time.perf_counter() >= self._next_at
+        return bool(self.pending) and time.perf_counter() >= self.next_at
 
     @property
     def patience(self) -> float | None:
         """For how many seconds what is pending, or comes before they are over, may wait for more; None: nothing waits."""
-        left = self._next_at + self._pause - time.perf_counter()
+        left = self.next_at + self._pause - time.perf_counter()
         return max(0.0, left) if self.pending or left > 0 else None
 
-    def add(self, step: _Step, seconds: float) -> None:
+    def add_step(self, step: _Step, seconds: float) -> None:
         """Add a step that took so long."""
         self.state, self.pending = step.stream_state, []
         self._pause = max(_SHORTEST_PAUSE_SECONDS, _PATIENCE * seconds)
-        self._next_at = time.perf_counter() + self._pause
+        self.next_at = time.perf_counter() + self._pause
         self.add_delta(step.chunk.choices[0].delta if step.chunk.choices else {})

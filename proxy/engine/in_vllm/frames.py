@@ -151,6 +151,7 @@ class FailedFrame(msgspec.Struct, array_like=True, tag="failed"):
 Frame = PlanFrame | PieceFrame | EndFrame | DoneFrame | FailedFrame
 
 _LENGTH = struct.Struct(">I")
+_HEAD_BYTES, _read_length = _LENGTH.size, _LENGTH.unpack_from
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Frame).decode
 _decode_ask = msgspec.msgpack.Decoder(Ask).decode
@@ -174,22 +175,20 @@ class FrameDecoder:
     """Frames from bytes split anywhere."""
 
     def __init__(self) -> None:
-        self.found: list[Frame] = []
-        """By the last `feed`, also where it raised."""
         self._rest = b""
 
-    def feed(self, data: bytes) -> list[Frame]:
-        """The frames that are complete. Raises msgspec.MsgspecError at the first that is none."""
+    def feed(self, data: bytes, found: list[Frame] | None = None) -> list[Frame]:
+        """The frames that are complete, added to those `found` before. Raises msgspec.MsgspecError at the first that is none."""
         data = self._rest + data if self._rest else data
-        frames = self.found = []
-        at = 0
-        while len(data) - at >= _LENGTH.size:
-            end = at + _LENGTH.size + _LENGTH.unpack_from(data, at)[0]
-            if end > len(data):
+        frames: list[Frame] = [] if found is None else found
+        start, size = _HEAD_BYTES, len(data)
+        while start <= size:
+            (length,) = _read_length(data, start - _HEAD_BYTES)
+            if start + length > size:
                 break
-            frames.append(_decode(data[at + _LENGTH.size : end]))
-            at = end
-        self._rest = data[at:]
+            frames.append(_decode(data[start : start + length]))
+            start += length + _HEAD_BYTES
+        self._rest = data[start - _HEAD_BYTES :]
         return frames
 
 

@@ -135,7 +135,11 @@ class Channel(asyncio.Protocol):
             if self._receiver is not None:
                 self._receiver.fail(BrokenOff(f"the engine's answer is not HTTP: {error}"))
             self.close()
-        if self._bodies:
+        bodies = self._bodies
+        if len(bodies) == 1 and self._receiver is not None:
+            # What nearly every token is.
+            self._receiver.add_body(bodies.pop())
+        elif bodies:
             self._pass_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -319,7 +323,7 @@ class EngineResponse:
         if self._pieces:
             waiting = b"".join(self._pieces)
             self._pieces.clear()
-            self._tell(hear, waiting)
+            self.add_body(waiting)
         self._unread = 0
         self._resume()
         while self._hear is not None and not self._whole:
@@ -332,15 +336,6 @@ class EngineResponse:
         if self._error is not None:
             raise self._error
         return True
-
-    def _tell(self, hear: Callable[[bytes], bool], piece: bytes) -> None:
-        try:
-            if hear(piece):
-                return
-        except Exception as error:
-            self.fail(error)
-        self._hear = None
-        self._wake()
 
     def _resume(self) -> None:
         if self.waits:
@@ -377,7 +372,13 @@ class EngineResponse:
 
     def add_body(self, body: bytes) -> None:
         if self._hear is not None:
-            self._tell(self._hear, body)
+            try:
+                if self._hear(body):
+                    return
+            except Exception as error:
+                self.fail(error)
+            self._hear = None
+            self._wake()
             return
         self._pieces.append(body)
         self._unread += len(body)

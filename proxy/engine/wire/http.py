@@ -329,6 +329,7 @@ class ReplyStream(Generic[A]):
         self._content = b""
         self.ended = False
         """Whether all of it was taken."""
+        self._error: VerbatimError | None = None
 
     async def __aenter__(self) -> ReplyStream[A]:
         if not self._stream:
@@ -357,54 +358,68 @@ class ReplyStream(Generic[A]):
         Raises as `post`, EngineFailed if the answer reports an error, and what `take` raises."""
         if self._answer is None:
             self.ended = True
-            self._take([self._content], take)
+            take([self._parse_whole()])
             return
-        timeline, since = TIMELINE.get(), time.perf_counter()
+        if self._error is not None:
+            raise self._error
+        timeline, since, worked = TIMELINE.get(), time.perf_counter(), 0.0
 
         def hear(piece: bytes) -> bool:
-            nonlocal since
-            timeline.waited(ENGINE, since)
-            goes_on = not (self._take_piece(piece, take) or self.ended)
-            since = time.perf_counter()
-            return goes_on
+            nonlocal worked
+            began = time.perf_counter()
+            taken: list[A] = []
+            done = False
+            try:
+                done = self._read(piece, taken)
+            except VerbatimError as error:
+                # What is said before an error is taken before it is raised, as it is where it arrives alone.
+                self._error = error
+            enough = bool(taken) and take(taken) is True
+            worked += time.perf_counter() - began
+            if done:
+                self._end()
+            elif self._error is not None and not enough:
+                raise self._error
+            return not (done or enough)
 
         try:
             stopped = await self._answer.follow(hear, seconds)
         except (TimeoutError, ChannelError) as error:
-            timeline.waited(ENGINE, since)
             raise self._http.translate(self._replica, error, self._scope) from error
-        if not stopped:
-            timeline.waited(ENGINE, since)
-            if stopped is False:
-                raise self._break_off()
-
-    def _take_piece(self, piece: bytes, take: Callable[[list[A]], object]) -> bool:
-        """Give `take` the events that this part of a stream completes; whether it wants no more."""
-        return self._take(self._events.feed(piece), take)
-
-    def _take(self, contents: list[bytes], take: Callable[[list[A]], object]) -> bool:
-        """What is said before an error is taken before the error is raised, as it is where it arrives alone."""
-        taken: list[A] = []
-        done = False
-        try:
-            for content in contents:
-                if content == b"[DONE]":
-                    done = True
-                    break
-                answer = self._decode(content)
-                if answer.error:
-                    answer.check(self._replica, self._path, content)
-                taken.append(answer)
-        except msgspec.DecodeError as error:
-            how = "streamed" if self._stream else f"answered {self._path} with"
-            raise EngineFailed(f"engine {self._replica.name} {how} something unexpected: {error}") from error
         finally:
-            if taken:
-                self._scope.heard_at = time.perf_counter()
-            enough = take(taken) if taken else None
-        if done:
-            self._end()
-        return enough is True
+            # All at once: as if the work between the reads had come before the wait.
+            timeline.waited(ENGINE, since + worked)
+        if stopped is False:
+            raise self._break_off()
+
+    def _read(self, piece: bytes, taken: list[A]) -> bool:
+        """Append the events that this part of a stream completes; whether it is the last part."""
+        for content in self._events.feed(piece):
+            if content == b"[DONE]":
+                return True
+            try:
+                answer = self._decode(content)
+            except msgspec.DecodeError as error:
+                raise self._name_unread(error) from error
+            if answer.error:
+                answer.check(self._replica, self._path, content)
+            self._scope.heard_at = time.perf_counter()
+            taken.append(answer)
+        return False
+
+    def _parse_whole(self) -> A:
+        try:
+            answer = self._decode(self._content)
+        except msgspec.DecodeError as error:
+            raise self._name_unread(error) from error
+        if answer.error:
+            answer.check(self._replica, self._path, self._content)
+        self._scope.heard_at = time.perf_counter()
+        return answer
+
+    def _name_unread(self, error: Exception) -> EngineFailed:
+        how = "streamed" if self._stream else f"answered {self._path} with"
+        return EngineFailed(f"engine {self._replica.name} {how} something unexpected: {error}")
 
     def _break_off(self) -> EngineFailed:
         """The error for a stream that ended without [DONE]."""
@@ -434,22 +449,16 @@ class Frames(ReplyStream[Any]):
         super().__init__(*request)
         self._frames = FrameDecoder()
 
-    def _take_piece(self, piece: bytes, take: Callable[[list[Any]], object]) -> bool:
+    def _read(self, piece: bytes, taken: list[Any]) -> bool:
         try:
-            self._frames.feed(piece)
+            self._frames.feed(piece, taken)
         except msgspec.MsgspecError as error:
-            raise EngineFailed(
-                f"engine {self._replica.name} answered {self._path} with something unexpected: {error}"
-            ) from error
-        finally:
-            frames = self._frames.found
-            # The plan is the API server's work, and no sign that the engine behind it samples.
-            if frames and not isinstance(frames[-1], PlanFrame):
-                self._scope.heard_at = time.perf_counter()
-            enough = take(frames) if frames else None
-        if frames and isinstance(frames[-1], DoneFrame | FailedFrame):
-            self._end()
-        return enough is True
+            raise self._name_unread(error) from error
+        last = taken[-1] if taken else None
+        # The plan is the API server's work, and no sign that the engine behind it samples.
+        if taken and not isinstance(last, PlanFrame):
+            self._scope.heard_at = time.perf_counter()
+        return isinstance(last, DoneFrame | FailedFrame)
 
 
 async def _read_refusal(
