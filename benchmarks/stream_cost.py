@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--ways", default=",".join(_WAYS), help="to the engine")
     parser.add_argument("--list", action="store_true", help="also the functions that are entered per token")
     options = parser.parse_args()
-    sizes = [int(each) for each in options.tokens.split(",")]
+    sizes = [int(each) for each in options.tokens.split(",") if each]
     print(f"{'dialect':12}{'way':8}" + "".join(f"{size:8}" for size in sizes) + "   CPU microseconds per token")
     for way in options.ways.split(","):
         uvloop.run(_measure(way, options.only.split(","), sizes, options.together, listed=options.list))
