@@ -19,7 +19,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any, cast
 
 import msgspec
@@ -221,13 +221,14 @@ class Session:
     def chained(self, root: bytes, history: list[HistoryMessage]) -> Chained:
         """The hash chain over `history` (see reconstruct.messages.chain), hashed only from where no recent history agrees. Where ids
         prove replies, a message that names the one call whose request is the history before it counts as that call's reply."""
-        known = max(
-            (item for item in self._chains if item.root == root and _begins(history, item.history)), key=_length, default=None
-        )
-        if known is not None and len(known.history) == len(history):
+        known, shared = None, 0
+        for item in self._chains:
+            if item.root == root and (count := _count_shared(history, item.history)) > shared:
+                known, shared = item, count
+        if known is not None and shared == len(history) == len(known.history):
             return known
-        counted = list(known.counted) if known is not None else []
-        counted += [seen.digests for seen in history[len(counted) :]]
+        counted = known.counted[:shared] if known is not None else []
+        counted += [seen.digests for seen in history[shared:]]
         settled = True
 
         def counts(at: int, before: bytes) -> Digests:
@@ -241,8 +242,9 @@ class Session:
             settled = settled and call is not None
             return self._sent(call) if call is not None and call.fingerprint == before else seen.digests
 
-        made = chain(root, counted, known.fingerprints if known else (), counts if self._by_id else None)
-        names = _names(history, len(known.history), known.names) if known is not None else _names(history)
+        fingerprints = known.fingerprints[: shared + 1] if known is not None else ()
+        made = chain(root, counted, fingerprints, counts if self._by_id else None)
+        names = _names(history, shared, [name for name in known.names if name[0] < shared] if known is not None else [])
         return Chained(root, history, made, counted, names, settled)
 
     def remember(self, chained: Chained) -> None:
@@ -542,8 +544,11 @@ def _names(history: list[HistoryMessage], start: int = 0, known: Sequence[tuple[
     return [*known, *new] if new else known
 
 
-def _length(chained: Chained) -> int:
-    return len(chained.history)
+def _count_shared(history: list[HistoryMessage], known: list[HistoryMessage]) -> int:
+    """How many messages both begin with."""
+    if _begins(history, known):
+        return len(known)
+    return next(at for at, (one, other) in enumerate(zip_longest(history, known)) if one is not other)
 
 
 def _keep_recent(kept: OrderedDict[str, Ids], call_id: str, ids: Ids) -> None:

@@ -93,6 +93,12 @@ FAULTS = (
         _REQUESTS,
     ),
     Fault(
+        "A history that is edited in the middle keeps the fingerprints of the one that was not.",
+        "    return next(at for at, (one, other) in enumerate(zip_longest(history, known)) if one is not other)\n",
+        "    return min(len(history), len(known))\n",
+        "tests/proxy/call/test_session.py -k 'whatever_came_before'",
+    ),
+    Fault(
         "The fingerprints of a history are kept though a call that it names was not known.",
         "        if chained.settled and chained not in self._chains:\n",
         "        if chained not in self._chains:\n",
