@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from proxy.call.phases import NO_HOOKS, Arrival, Hooks, Sampled
+from proxy.call.session import Draft
+from proxy.dialects.base import Request
+from proxy.engine.apis.reply import EngineChoice
+from proxy.engine.replica import Replica
 from proxy.errors import Conflict, NotFound, StoreUnavailable, VerbatimError
-
-if TYPE_CHECKING:
-    from proxy.call.phases import Arrival, Sampled
-    from proxy.call.session import Draft
-    from proxy.dialects.base import Request
-    from proxy.engine.apis.reply import EngineChoice
-    from proxy.engine.replica import Replica
-    from proxy.store.states import SessionInfo
+from proxy.store.states import SessionInfo
 
 _encode = msgspec.json.Encoder().encode
 
@@ -50,18 +47,6 @@ class CallHook:
     async def before_commit(self, sampled: Sampled) -> None:
         """May store what the records will refer to. Raises Conflict, NotFound and StoreUnavailable, as the commit does: then nothing is
         recorded, and the call stays dangling."""
-
-
-class Hooks(msgspec.Struct, frozen=True):
-    """What the hooks of one call override, in their order."""
-
-    admit: tuple[Callable[[Arrival], Awaitable[None]], ...] = ()
-    before_sampling: tuple[Callable[[Draft, Request, Replica], Awaitable[None]], ...] = ()
-    after_sampling: tuple[Callable[[Sampled], Awaitable[Sampled]], ...] = ()
-    before_commit: tuple[Callable[[Sampled], Awaitable[None]], ...] = ()
-
-
-NO_HOOKS = Hooks()
 
 
 def choose_hooks(hooks: Sequence[CallHook], info: SessionInfo, request: Request) -> Hooks:

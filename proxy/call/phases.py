@@ -3,15 +3,15 @@ its prompt), Sampled (with what the engine made of it). All but the first are fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
-from proxy.call.hooks import NO_HOOKS, Hooks
 from proxy.call.session import Chained, Draft, ReplayedHistory, Session
 from proxy.dialects.base import Delta, FirstToken, PromptReady, Reply, Request
 from proxy.engine.apis.base import EngineKind
+from proxy.engine.apis.contact import EngineKinds
 from proxy.engine.apis.reply import EngineChoice
 from proxy.engine.replica import Replica
 from proxy.errors import VerbatimError
@@ -20,10 +20,6 @@ from proxy.timeline import CancelScope, Timeline
 from reconstruct.media import Media, Ranges
 from reconstruct.records import Call, Ids
 from reconstruct.roles import Purpose
-
-if TYPE_CHECKING:
-    from proxy.engine.apis.contact import EngineKinds
-    from proxy.services import Services
 
 Emit = Callable[[PromptReady | FirstToken | Sequence[Delta]], None]
 """Takes what the harness may see: PromptReady once the prompt is known, FirstToken, and deltas."""
@@ -53,10 +49,10 @@ class Planner(Protocol):
         ...
 
     async def plan(
-        self, session: Session, request: Request, found: Continuation, kind: EngineKind, replica: Replica, services: Services
+        self, session: Session, request: Request, found: Continuation, replica: Replica, kinds: EngineKinds, *, retain: bool
     ) -> tuple[Continuation, TokenPlan]:
-        """The ids to sample after, and what the request continues according to them. Raises RequestError for a prompt that the engine does
-        not take."""
+        """The ids to sample after, and what the request continues according to them; `retain`: thinking that a template drops is kept.
+        Raises RequestError for a prompt that the engine does not take."""
         ...
 
 
@@ -79,6 +75,18 @@ class Arrival(msgspec.Struct):
     @property
     def is_retry(self) -> bool:
         return self.headers.get("x-stainless-retry-count", "0") != "0"
+
+
+class Hooks(msgspec.Struct, frozen=True):
+    """What the hooks of one call override, in their order (see `proxy.call.hooks`)."""
+
+    admit: tuple[Callable[[Arrival], Awaitable[None]], ...] = ()
+    before_sampling: tuple[Callable[[Draft, Request, Replica], Awaitable[None]], ...] = ()
+    after_sampling: tuple[Callable[[Sampled], Awaitable[Sampled]], ...] = ()
+    before_commit: tuple[Callable[[Sampled], Awaitable[None]], ...] = ()
+
+
+NO_HOOKS = Hooks()
 
 
 class Admitted(msgspec.Struct, frozen=True):

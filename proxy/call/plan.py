@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -28,9 +28,6 @@ from reconstruct.messages import TURN_END, Message, declare, dress, name_calls, 
 from reconstruct.prompt import Parent, Prompt, Rendering, plan
 from reconstruct.records import Call, Ids, order_key, shared_length
 from reconstruct.roles import Marks
-
-if TYPE_CHECKING:
-    from proxy.services import Services
 
 _replace = msgspec.structs.replace
 
@@ -226,10 +223,10 @@ class MessagesPlanner:
         refuse_parts(request, found, kinds, kind)
 
     async def plan(
-        self, session: Session, request: Request, found: Continuation, kind: EngineKind, replica: Replica, services: Services
+        self, session: Session, request: Request, found: Continuation, replica: Replica, kinds: EngineKinds, *, retain: bool
     ) -> tuple[Continuation, TokenPlan]:
         """Renders as the steps of `reconstruct.prompt.plan` want it, those of one step beside each other."""
-        parent, id_text = parent_of(session, found, request), services.pool.kinds.id_text(session.info.session_id)
+        kind, id_text = kinds.of(replica), kinds.id_text(session.info.session_id)
         rendered: dict[int, Rendered] = {}
 
         async def render(rendering: Rendering, required: bool) -> Ids:
@@ -243,9 +240,9 @@ class MessagesPlanner:
 
         steps = plan(
             request.engine_messages,
-            parent,
+            parent_of(session, found, request),
             session.turn_ends.get(found.root),
-            retain_thinking=services.settings.thinking == "retain",
+            retain_thinking=retain,
             media_of=lambda rendering: rendered[id(rendering)].media,
         )
         step = next(steps)

@@ -11,7 +11,6 @@ them out as the very text. A stop token that the text does not show is no part o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -27,9 +26,6 @@ from proxy.engine.replica import Replica
 from reconstruct.messages import digest_message, root_key
 from reconstruct.prompt import IDS_UNKNOWN
 from reconstruct.records import NOT_CHOSEN, Call, Ids, order_key, pack_ids, shared_length
-
-if TYPE_CHECKING:
-    from proxy.services import Services
 
 _decode = msgspec.json.decode
 
@@ -188,9 +184,9 @@ class PromptPlanner:
         """A prompt has no parts."""
 
     async def plan(
-        self, session: Session, request: Request, found: Continuation, kind: EngineKind, replica: Replica, services: Services
+        self, session: Session, request: Request, found: Continuation, replica: Replica, kinds: EngineKinds, *, retain: bool
     ) -> tuple[Continuation, TokenPlan]:
-        tokenizer = kind.tokenizer(replica, request, services.pool.kinds.id_text(session.info.session_id))
+        tokenizer = kinds.of(replica).tokenizer(replica, request, kinds.id_text(session.info.session_id))
         return found, await plan_prompt(session, found, request, tokenizer)
 
 

@@ -215,7 +215,8 @@ async def plan(call: Admitted, replica: Replica, found: Continuation, granted: S
     if kind.plans(replica, request):
         return Placed(call, replica, kind, found, None, sampling, granted)
     with call.scope.interruptible():
-        found, made = await call.planner.plan(call.session, request, found, kind, replica, services)
+        retain = services.settings.thinking == "retain"
+        found, made = await call.planner.plan(call.session, request, found, replica, services.pool.kinds, retain=retain)
     check_media(request, made.media)
     sampling = find_room(call, replica.max_model_len, granted, len(made.prompt_ids))
     return Placed(call, replica, kind, found, made, sampling, granted)
