@@ -29,7 +29,8 @@ from proxy.call.memo import Converted, HistoryMemo, Memos, Reading
 from proxy.call.recording import Recording
 from proxy.call.window import TOKEN_BYTES, check_texts, find_texts
 from proxy.dialects.base import Divide, HistoryMessage, ItemReader, ParsedMessage, Seals, T, read_model
-from proxy.dialects.raw_history import SplitBody, split_body
+from proxy.dialects.raw_history import SplitBody
+from proxy.dialects.splitting import split_body
 from proxy.errors import UnknownCall
 from proxy.images import ImageBounds, ImageReader, images_in
 from proxy.store.states import SessionInfo

@@ -212,7 +212,7 @@ def _bounded(value: int, key: str) -> int:
     raise RequestError(f"'{key}' must be an integer of at most 64 bits", param=key)
 
 
-# JSON. A body with a history is taken apart by `proxy.dialects.raw_history`.
+# JSON. A body with a history is taken apart by `proxy.dialects.splitting`.
 
 encode = msgspec.json.Encoder().encode
 

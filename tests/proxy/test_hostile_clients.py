@@ -28,7 +28,7 @@ from proxy.dialects import fields
 from proxy.dialects.base import MAX_SEALED_BYTES, Incoming, ParsedMessage, Past, Request, Seals, seal
 from proxy.dialects.catalogue import dialects
 from proxy.dialects.fields import MAX_DEPTH, MAX_TOOLS, MAX_VALUES, PIECE_BYTES, check_depth, check_values
-from proxy.dialects.raw_history import MAX_MESSAGES
+from proxy.dialects.splitting import MAX_MESSAGES
 from proxy.errors import RequestError, TooManyCalls
 from proxy.store.states import SessionInfo
 from tests.support.engine.scripted_engine import Fail, ScriptedEngine

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from proxy.dialects.fields import MAX_VALUES
-from proxy.dialects.raw_history import MAX_MESSAGES, RawHistory, split_body
+from proxy.dialects.raw_history import RawHistory
+from proxy.dialects.splitting import MAX_MESSAGES, split_body
 from proxy.errors import RequestError
 
 PAIRS = 3_000

@@ -14,7 +14,7 @@ from proxy.call.session import Draft, Session
 from proxy.dialects.base import Incoming
 from proxy.dialects.catalogue import dialects
 from proxy.dialects.fields import decode
-from proxy.dialects.raw_history import split_body
+from proxy.dialects.splitting import split_body
 from proxy.errors import RequestError
 from proxy.store.states import SessionInfo
 from tests.support.engine.scripted_engine import ScriptedEngine

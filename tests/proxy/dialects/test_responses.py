@@ -26,8 +26,9 @@ from proxy.dialects.base import (
     seal,
     tool_call_id,
 )
-from proxy.dialects.raw_history import SplitBody, split_body
+from proxy.dialects.raw_history import SplitBody
 from proxy.dialects.responses import ResponsesDialect
+from proxy.dialects.splitting import split_body
 from proxy.errors import RequestError, UnknownCall
 from reconstruct.messages import digest_message, minted_call_ids, projection
 from reconstruct.records import Call
