@@ -39,6 +39,8 @@ CUT_SECONDS = 10
 FORCED_EXIT = 130
 COLLECTED_AFTER = 10_000
 """Containers allocated and not freed until the garbage collector looks among them."""
+ALL_SEARCHED_SECONDS = 3600.0
+"""Between two searches among all objects. With a full cache of sessions one takes 300 ms, in which every call waits."""
 COMPUTING_THREADS = 2
 """Beside the event loop. Python computes in one thread at a time; where one of these waits for a disk, the other works on."""
 SWITCH_SECONDS = 0.0005
@@ -121,12 +123,19 @@ def _relieve_collector() -> None:
     sessions is full.
 
     A call allocates hundreds of containers and leaves no cycle (tests/proxy/call/test_garbage.py), so searches at Python's own thresholds
-    take a twentieth of its time and find nothing. What has survived two searches is out of all later ones: without a cycle it goes when
+    take a twentieth of its time and find nothing. What has survived two searches is looked at once an hour: without a cycle it goes when
     it is let go."""
-    gc.collect()
-    gc.freeze()
     gc.set_threshold(COLLECTED_AFTER, 0, 10)
     gc.callbacks.append(_spare_survivors)
+    _search_all()
+
+
+def _search_all() -> None:
+    """Also among what has survived, and from then on regularly: a library may leave a cycle of what has lived long, as of a connection."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+    asyncio.get_running_loop().call_later(ALL_SEARCHED_SECONDS, _search_all)
 
 
 def _spare_survivors(phase: str, search: dict[str, int]) -> None:

@@ -144,6 +144,8 @@ class Channel(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
+        # It holds this, and without it this goes at once.
+        del self._parser
         if self._timer is not None:
             self._timer.cancel()
         receiver, self._receiver = self._receiver, None

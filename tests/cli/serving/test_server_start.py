@@ -83,6 +83,21 @@ async def test_a_cycle_that_is_left_soon_is_found(as_before: None) -> None:
         assert kept and left() is None
 
 
+async def test_a_cycle_of_what_has_lived_long_is_found_in_the_end(as_before: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Thing:
+        own: Any
+
+    monkeypatch.setattr("cli.serving.server.ALL_SEARCHED_SECONDS", 0.05)
+    async with started():
+        thing = Thing()
+        thing.own, left = thing, weakref.ref(thing)
+        gc.freeze()
+        del thing
+        async with asyncio.timeout(60):
+            while left() is not None:
+                await asyncio.sleep(0.01)
+
+
 async def test_few_threads_compute_beside_the_loop_and_in_short_turns(as_before: None) -> None:
     """The old bug: six threads kept the loop from Python's lock for 400 ms."""
     names: set[str] = set()

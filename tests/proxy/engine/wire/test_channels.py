@@ -4,10 +4,12 @@ where it can, and what breaks is told apart by what was sent."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import socket
 import ssl
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -411,6 +413,22 @@ async def test_closing_hangs_up_also_where_the_rest_of_an_answer_is_still_to_com
             assert await got.read_piece() == b"end"
         made.close()
         await asyncio.wait_for(engine.left.wait(), 120)
+
+
+async def test_a_connection_that_is_over_leaves_no_cycle(answer: Answer) -> None:
+    async with Engine(telling(measured(b"{}"))).serving() as engine, channels() as made:
+        await answer(made, engine.url)
+        (channel,) = made.idle
+        left = weakref.ref(channel)
+        gc.disable()
+        try:
+            made.close()
+            del channel
+            async with asyncio.timeout(30):
+                while left() is not None:
+                    await asyncio.sleep(0.01)
+        finally:
+            gc.enable()
 
 
 async def test_closing_an_answer_ends_its_reader() -> None:
