@@ -10,6 +10,7 @@ import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import msgspec
 
@@ -27,11 +28,11 @@ log = logging.getLogger(__name__)
 
 
 class CallHook:
-    """Every method does nothing: a hook overrides what it uses."""
+    """Every method does nothing: a hook overrides what it uses. It joins the calls of sessions that have the field `of_session`, or of
+    requests that have `of_request`."""
 
-    def joins(self, info: SessionInfo, request: Request) -> bool:
-        """Whether it takes part in the call of this request."""
-        raise NotImplementedError
+    of_session: ClassVar[str] = ""
+    of_request: ClassVar[str] = ""
 
     async def admit(self, arrival: Arrival) -> None:
         """Before the request becomes a call. May write into `arrival`. Raises VerbatimError to refuse it."""
@@ -51,7 +52,11 @@ class CallHook:
 
 def choose_hooks(hooks: Sequence[CallHook], info: SessionInfo, request: Request) -> Hooks:
     """Those that join the call: NO_HOOKS for nearly all calls."""
-    joining = [hook for hook in hooks if hook.joins(info, request)]
+    joining = [
+        hook
+        for hook in hooks
+        if (hook.of_session and getattr(info, hook.of_session)) or (hook.of_request and getattr(request, hook.of_request))
+    ]
     if not joining:
         return NO_HOOKS
     return Hooks(

@@ -13,19 +13,17 @@ from proxy.engine.apis.contact import EngineKinds
 from proxy.engine.replica import Replica
 from proxy.errors import Conflict, RequestError
 from proxy.store.media import MediaStore
-from proxy.store.states import SessionInfo
 from proxy.timeline import STORE, Waiting
 
 
 class ImageHook(CallHook):
     """Of requests with images."""
 
+    of_request = "images"
+
     def __init__(self, images: ImageCache, kinds: EngineKinds) -> None:
         self._images = images
         self._kinds = kinds
-
-    def joins(self, info: SessionInfo, request: Request) -> bool:
-        return bool(request.images)
 
     async def before_sampling(self, draft: Draft, request: Request, replica: Replica) -> None:
         refuse_images(request, self._kinds.of(replica))

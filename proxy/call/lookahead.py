@@ -42,17 +42,17 @@ LONGEST_CONVERSATION = 24_000
 class LookaheadHook(CallHook):
     """Asks for the candidates of a session's `Lookahead`, and puts the chosen one first."""
 
+    of_session = "lookahead"
+
     def __init__(self, pool: EnginePool, outbound: Outbound) -> None:
         self._pool = pool
         self._outbound = outbound
 
-    def joins(self, info: SessionInfo, request: Request) -> bool:
-        # A harness that asks for several choices chooses itself.
-        return info.lookahead is not None and request.n == 1
-
     async def admit(self, arrival: Arrival) -> None:
         ahead = _find_lookahead(arrival.draft.tree.info)
-        if arrival.recorded is None and (not ahead.roles or arrival.purpose.role in ahead.roles):
+        # A harness that asks for several choices chooses itself.
+        applies = arrival.request.n == 1 and (not ahead.roles or arrival.purpose.role in ahead.roles)
+        if applies and arrival.recorded is None:
             arrival.request = replace(arrival.request, n=ahead.n)
             arrival.withheld = True
 

@@ -67,14 +67,11 @@ class Arrival(msgspec.Struct):
     """Of the body."""
     purpose: Purpose
     marks: Mapping[str, str]
+    is_retry: bool = False
     withheld: bool = False
     recorded: RecordedAnswer | None = None
     call_ids: list[str] = []
     started_at: float | None = None
-
-    @property
-    def is_retry(self) -> bool:
-        return self.headers.get("x-stainless-retry-count", "0") != "0"
 
 
 class Hooks(msgspec.Struct, frozen=True):
@@ -116,7 +113,8 @@ class Admitted(msgspec.Struct, frozen=True):
 
 
 class Continuation(msgspec.Struct, frozen=True):
-    """Where a request stands: its chain, and the call whose reply is its message number `reply_at` (None: a root).
+    """Where a request stands: its chain, whose last link is its fingerprint, and the call whose reply is its message number `reply_at`
+    (None: a root).
 
     `dress` is what the rendering of the request depends on beside its messages (see reconstruct.messages.dress). `redressed`: the
     parent's was another, so that a rendering is to prove that it makes no difference.
@@ -139,18 +137,6 @@ class Continuation(msgspec.Struct, frozen=True):
     chained: Chained | None = None
     base: str | None = None
     """The call on whose ids the prompt of a request without a parent is stored if `near` is None; None: the latest."""
-
-    @property
-    def fingerprint(self) -> bytes:
-        return self.chain[-1]
-
-    @property
-    def repeated(self) -> bool:
-        return self.near is not None and self.near_at == len(self.chain) - 1
-
-    @property
-    def edited(self) -> bool:
-        return self.near is not None and not self.repeated and self.near_at > self.reply_at + 1
 
 
 class TokenPlan(msgspec.Struct, frozen=True):

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 import numpy as np
 
-from proxy.call.phases import Continuation, Planner, TokenPlan
-from proxy.call.plan import MESSAGES
+from proxy.call.phases import Continuation, TokenPlan
 from proxy.call.session import Session
 from proxy.dialects.base import HistoryMessage, Request
 from proxy.engine.apis.base import EngineKind
@@ -190,8 +189,4 @@ class PromptPlanner:
         return found, await plan_prompt(session, found, request, tokenizer)
 
 
-_PROMPT = PromptPlanner()
-
-
-def choose_planner(request: Request) -> Planner:
-    return MESSAGES if request.prompt is None else _PROMPT
+PROMPT = PromptPlanner()

@@ -83,8 +83,8 @@ def build_records(sampled: Sampled, found: Continuation, choices: Sequence[Choic
             stop_reason=each.stop_reason,
             sampling=sampling,
             root_key=found.dress,
-            fingerprint=found.fingerprint,
-            reply_fingerprint=chain(found.fingerprint, [digest_message(choice.message)])[-1],
+            fingerprint=found.chain[-1],
+            reply_fingerprint=chain(found.chain[-1], [digest_message(choice.message)])[-1],
             message_count=count,
             messages_from=messages_from,
             messages=messages,
@@ -196,7 +196,7 @@ def _fork_reason(tree: Session, found: Continuation, parent_id: str) -> str | No
     """Why a call that extends its parent is not the first to do so."""
     if _asked_before(tree, found, parent_id):
         return "repeated"
-    if found.edited:
+    if _is_edited(found):
         return "edited"
     return "forked" if tree.forest.children(parent_id) else None
 
@@ -204,14 +204,22 @@ def _fork_reason(tree: Session, found: Continuation, parent_id: str) -> str | No
 def _root_reason(tree: Session, found: Continuation) -> str | None:
     if not len(tree.forest):
         return None
-    if found.repeated or _asked_before(tree, found, None):
+    if _is_repeated(found) or _asked_before(tree, found, None):
         return "repeated"
-    return "edited" if found.edited else "new_root"
+    return "edited" if _is_edited(found) else "new_root"
+
+
+def _is_repeated(found: Continuation) -> bool:
+    return found.near is not None and found.near_at == len(found.chain) - 1
+
+
+def _is_edited(found: Continuation) -> bool:
+    return found.near is not None and not _is_repeated(found) and found.near_at > found.reply_at + 1
 
 
 def _asked_before(tree: Session, found: Continuation, parent_id: str | None) -> bool:
     """Whether the same request stands below the same parent by now: its twin may have been recorded while this one was sampled."""
-    asked = (tree.forest.calls[call_id] for call_id in reversed(tree.forest.find_by_prompt(found.fingerprint)))
+    asked = (tree.forest.calls[call_id] for call_id in reversed(tree.forest.find_by_prompt(found.chain[-1])))
     # The chain leaves reasoning out: a request of the same fingerprint below another parent is of an edited history.
     return any(call.node.parent_id == parent_id and call.root_key == found.dress for call in asked)
 

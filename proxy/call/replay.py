@@ -23,8 +23,8 @@ import msgspec
 from proxy.call.cache import SessionCache
 from proxy.call.hooks import CallHook
 from proxy.call.phases import Admitted, Arrival, Continuation, Emit
-from proxy.call.plan import keep_history
-from proxy.call.prompts import choose_planner
+from proxy.call.plan import MESSAGES, keep_history
+from proxy.call.prompts import PROMPT
 from proxy.call.recording import RecordedRequest, Recording, Stored
 from proxy.call.session import Session
 from proxy.dialects.base import Choice, Delta, HistoryMessage, Reply, Request, read_model
@@ -34,7 +34,6 @@ from proxy.errors import EngineFailed, ReplayDiverged, Unavailable, VerbatimErro
 from proxy.metrics import Metrics
 from proxy.store.sessions import SessionStore
 from proxy.store.sessions import digest as digest_record
-from proxy.store.states import SessionInfo
 from proxy.timeline import CancelScope
 from reconstruct.codec import encode
 from reconstruct.media import shift
@@ -104,11 +103,10 @@ class Live:
 class ForkHook(CallHook):
     """Answers requests of a fork from its recording."""
 
+    of_session = "replay"
+
     def __init__(self, replays: Replays) -> None:
         self._replays = replays
-
-    def joins(self, info: SessionInfo, request: Request) -> bool:
-        return info.replay is not None
 
     async def admit(self, arrival: Arrival) -> None:
         recalled = await self._replays.recall(arrival)
@@ -135,7 +133,7 @@ class Replays:
         if recording is None:
             raise RuntimeError("a session that is no fork replays nothing")
         policy = self._find_policy(recording, request.model)
-        find = choose_planner(request).find_parent
+        find = (MESSAGES if request.prompt is None else PROMPT).find_parent
         for _ in range(_TRIES):
             found = find(tree, request, policy)
             match = match_request(tree, recording, request, arrival.digest, found)
@@ -205,7 +203,7 @@ def match_request(
     parent_id = found.parent.call_id if found.parent is not None else None
     if found.parent is not None and found.parent.session_id == tree.info.session_id:
         return Unmatched(live=True)
-    same = [each for each in recording.find(found.fingerprint) if _continues(tree, recording, each, found)]
+    same = [each for each in recording.find(found.chain[-1]) if _continues(tree, recording, each, found)]
     alike = same or _find_similar(tree, recording, request, found)
     fitting = [each for each in alike if len(each.calls) == request.n and each.first.root_key == found.dress]
     free = [each for each in fitting if each.replayed and each.first.call_id not in tree.forest]
@@ -329,8 +327,8 @@ def _without_ids(call: Call, request: Request, found: Continuation) -> Call:
     return replace(
         call,
         node=Node(parent_id, None, None, 0, none, none, pack_logprobs(()), (), ()),
-        fingerprint=found.fingerprint,
-        reply_fingerprint=chain(found.fingerprint, [digest_message(_decode(call.reply))])[-1],
+        fingerprint=found.chain[-1],
+        reply_fingerprint=chain(found.chain[-1], [digest_message(_decode(call.reply))])[-1],
         root_key=found.dress,
         message_count=len(request.messages),
         messages_from=begin,

@@ -20,8 +20,8 @@ import msgspec
 from proxy.call.budget import claim_share, count_left, exhaust_total
 from proxy.call.hooks import choose_hooks, run_after_sampling, run_before_commit
 from proxy.call.phases import Admitted, Arrival, Continuation, Emit, Placed, Sampled
-from proxy.call.plan import accept_prompt, check_media, confirm_parent, find_room, keep_history, parent_of, read_marks
-from proxy.call.prompts import choose_planner
+from proxy.call.plan import MESSAGES, accept_prompt, check_media, confirm_parent, find_room, keep_history, parent_of, read_marks
+from proxy.call.prompts import PROMPT
 from proxy.call.record import build_records, build_reply, locate, mint_choices, mint_deltas, warn_of_renderings
 from proxy.call.session import Draft
 from proxy.dialects.base import Delta, FirstToken, PromptReady, Reply, Request, new_call_id
@@ -69,9 +69,9 @@ async def admit(
     must follow. Raises what a hook refuses it with."""
     info = draft.tree.info
     purpose = find_purpose(read_marks(request, headers), services.settings.role_rules, info.role_rules)
-    arrival = Arrival(draft, request, headers, digest, purpose, request.marks)
-    if arrival.is_retry:
-        arrival.marks = {**arrival.marks, "retry": headers["x-stainless-retry-count"]}
+    retries = headers.get("x-stainless-retry-count", "0")
+    marks = request.marks if retries == "0" else {**request.marks, "retry": retries}
+    arrival = Arrival(draft, request, headers, digest, purpose, marks, retries != "0")
     hooks = choose_hooks(services.hooks, info, request)
     for hook in hooks.admit:
         await hook(arrival)
@@ -92,7 +92,7 @@ async def admit(
         {**request.sampling, **_find_overrides(info.sampling)},
         arrival.marks,
         purpose,
-        choose_planner(request),
+        MESSAGES if request.prompt is None else PROMPT,
         arrival.withheld,
         arrival.recorded,
         hooks,

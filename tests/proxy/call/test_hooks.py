@@ -30,11 +30,10 @@ from tests.support.service.running_service import RunningService, Session
 class Meddler(CallHook):
     """Does at each point what `does` has for it."""
 
+    of_request = "model"
+
     def __init__(self) -> None:
         self.does: dict[str, Callable[[Any], Any]] = {}
-
-    def joins(self, info: SessionInfo, request: Request) -> bool:
-        return bool(self.does)
 
     def _do(self, point: str, given: Any) -> Any:
         return self.does.get(point, lambda same: same)(given)
@@ -191,7 +190,6 @@ def test_a_hook_that_cannot_store_what_records_refer_to_keeps_them_from_being_re
 
 def test_a_call_that_no_hook_joins_has_none() -> None:
     meddler = Meddler()
-    info, request = SessionInfo("s", b"", 0.0), Request("chat", "m", [])
-    assert choose_hooks([meddler, meddler], info, request) is NO_HOOKS
-    meddler.does["admit"] = lambda arrival: None
-    assert len(choose_hooks([meddler, meddler], info, request).admit) == 2
+    info = SessionInfo("s", b"", 0.0)
+    assert choose_hooks([meddler, meddler], info, Request("chat", "", [])) is NO_HOOKS
+    assert len(choose_hooks([meddler, meddler], info, Request("chat", "m", [])).admit) == 2
