@@ -310,8 +310,6 @@ def derive_by_substitution(
     before = made.get("alone", asked)
     if glue is None or not len(before):
         return Unproven("turn_end_unknown")
-    if "alone" in made and not _starts_with(asked, before):
-        return Unproven("history_rewritten")
     begin, end = glue
     hidden = "rethought" in made and np.array_equal(made["rethought"], whole)
     if hidden and not retain_thinking:
@@ -324,7 +322,7 @@ def derive_by_substitution(
     elif begin < len(before):
         # What the reply says is not shown at all.
         return Unproven("history_rewritten")
-    if begin > end:
+    if begin > end or not _starts_with(asked, before):
         return Unproven("history_rewritten")
     if reply.closed:
         return _join_closed(reply, whole, glue, close)

@@ -25,7 +25,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, Self, get_args
 
-import msgspec
 import numpy as np
 
 from proxy.archive.tables import (
@@ -55,8 +54,8 @@ PART_SESSIONS = 1000
 ROW_GROUP_ROWS = 256
 """Readers of Parquet load a whole row group, and a long session's row has megabytes."""
 
-SPELLED_NUMBERS = 2**14
-"""Numbers of an array that are encoded in one go."""
+SPELLED_ITEMS = 1_024
+"""Items of a list that are encoded in one go."""
 
 Key = tuple[str, float]
 FileSet = tuple[Path, dict[str, Any]]
@@ -392,17 +391,18 @@ def _write_jsonl(path: Path, table: str, rows: Sequence[Row]) -> None:
 
 
 def spell(value: Any) -> Iterator[bytes]:
-    """The value as JSON, an array of numbers in pieces: an encoder holds Python's lock until it returns."""
-    if isinstance(value, np.ndarray):
+    """The value as JSON, a list in pieces: an encoder holds Python's lock until it returns."""
+    if isinstance(value, (np.ndarray, list)):
         yield b"["
-        for start in range(0, len(value), SPELLED_NUMBERS):
-            yield b"," * bool(start) + msgspec.json.encode(value[start : start + SPELLED_NUMBERS].tolist())[1:-1]
+        for start in range(0, len(value), SPELLED_ITEMS):
+            piece = value[start : start + SPELLED_ITEMS]
+            items = piece if isinstance(piece, list) else piece.tolist()
+            yield b"," * bool(start) + json.dumps(items, separators=(",", ":")).encode()[1:-1]
         yield b"]"
     elif isinstance(value, bytes):
         yield b'"%b"' % base64.b64encode(value)
     else:
-        # A text may have half a character in it, which msgspec refuses.
-        yield json.dumps(value).encode() if isinstance(value, str) else msgspec.json.encode(value)
+        yield json.dumps(value, separators=(",", ":")).encode()
 
 
 def _read_jsonl(path: Path, table: str, columns: Sequence[str]) -> Iterator[Row]:

@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 from cli.main import app
 from cli.refusal import CommandError
 from proxy.api.sessions import session_as_wire, session_from_wire
-from proxy.archive.folder import SPELLED_NUMBERS, ArchiveReader, ArchiveWriter, KnownSessions, read_table, write_table
+from proxy.archive.folder import SPELLED_ITEMS, ArchiveReader, ArchiveWriter, KnownSessions, read_table, write_table
 from proxy.archive.tables import SCHEMA_VERSION, TABLES, arrow_schema, session_of
 from proxy.errors import Conflict
 from proxy.store.archive import ArchiveStore
@@ -856,16 +856,16 @@ def test_a_part_is_written_as_soon_as_it_is_full(
 
 def test_a_long_row_is_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old bug: one row of 50,000 tokens held Python's lock for 50 ms, and the event loop with it."""
-    encode, sizes = msgspec.json.encode, []
+    encode, sizes = json.dumps, []
 
-    def counted(value: Any) -> bytes:
+    def counted(value: Any, **options: Any) -> str:
         sizes.append(len(value) if isinstance(value, list) else 1)
-        return encode(value)
+        return encode(value, **options)
 
-    monkeypatch.setattr("proxy.archive.folder.msgspec.json.encode", counted)
-    ids = np.arange(3 * SPELLED_NUMBERS + 1, dtype=np.int32)
+    monkeypatch.setattr("proxy.archive.folder.json.dumps", counted)
+    ids = np.arange(3 * SPELLED_ITEMS + 1, dtype=np.int32)
     row = dict.fromkeys(TABLES["trajectories"]) | {"token_ids": ids, "logprobs": ids.astype(np.float32), "agent": "half \ud800"}
     write_table(tmp_path / "rows.jsonl", "trajectories", [row])
     (line,) = (tmp_path / "rows.jsonl").read_text().splitlines()
     assert json.loads(line) == row | {"token_ids": ids.tolist(), "logprobs": ids.tolist()}
-    assert max(sizes) == SPELLED_NUMBERS
+    assert max(sizes) == SPELLED_ITEMS
