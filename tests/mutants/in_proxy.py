@@ -50,8 +50,8 @@ FAULTS = (
     ),
     Fault(
         "The text of a reply is told twice in a stream.",
-        "        delta = Delta(self._index, content[sum(map(len, self._content)) :], ",
-        "        delta = Delta(self._index, content, ",
+        "        delta = Delta(self.index, content[sum(map(len, self._sent)) :], ",
+        "        delta = Delta(self.index, content, ",
         "tests/proxy/engine/apis/test_certain_text.py",
     ),
     Fault(

@@ -203,9 +203,21 @@ FAULTS = (
     ),
     Fault(
         "Text that the template moves behind a tool's result takes the result out of the context.",
-        "    if begin > end:\n",
-        "    if False:\n",
+        "    if begin > end or not _starts_with(asked, before):\n",
+        "    if not _starts_with(asked, before):\n",
         _BRIDGE,
+    ),
+    Fault(
+        "What another model sampled, with another tokenizer, is gone on from.",
+        "    if begin > end or not _starts_with(asked, before):\n",
+        "    if begin > end:\n",
+        "tests/reconstruct/test_prompt.py -k 'another_model'",
+    ),
+    Fault(
+        "What another model sampled is gone on from once its rendering is forgotten.",
+        "    if by_substitution and parent.asked is None and not (yield from _begins_alike(parent, parent.ids)):\n",
+        "    if False:\n",
+        "tests/reconstruct/test_prompt.py -k 'another_model'",
     ),
     Fault(
         "A turn that the model ended with another token than the template's goes on without the template's end of it.",
