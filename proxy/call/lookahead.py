@@ -15,26 +15,34 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from proxy.call.hooks import CallHook
-from proxy.call.judge import complete
 from proxy.call.phases import Arrival, Sampled
-from proxy.dialects.base import Request
+from proxy.dialects.base import HistoryMessage, Request, new_call_id
 from proxy.engine.apis import reply as engine
+from proxy.engine.apis.base import PlansNoMore
+from proxy.engine.apis.first_sample import discard, prepare_job
 from proxy.engine.pool.pool import EnginePool
+from proxy.engine.pool.seats import Caller
+from proxy.engine.replica import EngineCall, Replica
 from proxy.errors import ChooserFailed, EngineFailed, VerbatimError
 from proxy.outbound import Outbound, OutboundFailed
 from proxy.store.states import Lookahead, SessionInfo
-from proxy.timeline import ENGINE, Waiting
+from proxy.timeline import ENGINE, CancelScope, Timeline, Waiting
+from reconstruct.messages import digest_message
 from reconstruct.records import CHOSEN, LOOKAHEAD, NOT_CHOSEN
 
 _replace = msgspec.structs.replace
 
 INSTRUCTION = """Below is a conversation of an AI agent, then numbered candidates for the agent's next message. Which candidate serves the
 agent's task best? Answer with its number and nothing else."""
+JUDGE_TOKENS = 4096
+"""What a judge may think before it answers."""
+
 LONGEST_CONVERSATION = 24_000
 """Characters of the conversation that a judge is shown: the beginning and the end of a longer one."""
 
@@ -92,7 +100,7 @@ class LookaheadHook(CallHook):
         if ahead.choose == "model":
             numbers = [str(at + 1) for at in range(len(sampled.choices))]
             question = write_question(sampled.call.request, sampled.choices)
-            answer = await complete(self._pool, sampled.call.session_id, ahead.model or "", question, numbers)
+            answer = await _complete(self._pool, sampled.call.session_id, ahead.model or "", question, numbers)
             return read_number(answer) - 1
         return await _ask_endpoint(sampled, ahead, self._outbound)
 
@@ -141,6 +149,43 @@ def read_number(answer: str) -> int:
     if not found:
         raise ChooserFailed(f"the judge named no candidate: it answered {answer[:200]!r}")
     return int(found[-1])
+
+
+# A judge: one answer of a model to one question, of no session. Nothing of it is recorded.
+
+
+async def _complete(pool: EnginePool, session_id: str, model: str, question: str, answers: Sequence[str]) -> str:
+    """What the model answers, one of the texts if its engine can be told; `session_id` is whose engine is preferred. Raises VerbatimError,
+    and ChooserFailed if the answer broke off."""
+    message = {"role": "user", "content": question}
+    forward = {"structured_outputs": {"choice": list(answers)}}
+    sampling = {"temperature": 0.0, "max_tokens": JUDGE_TOKENS}
+    history = [HistoryMessage(message, digest_message(message))]
+    request = Request("chat", model, history, sampling=sampling, forward=forward, stream=True)
+    scope = CancelScope(session_id, new_call_id())
+    placement = pool.place(model, Caller(session_id, _stay), scope, Timeline())
+    return await placement.run(partial(_ask_judge, pool, request, scope))
+
+
+async def _ask_judge(pool: EnginePool, request: Request, scope: CancelScope, replica: Replica) -> str:
+    kind = pool.kinds.of(replica)
+    job = await prepare_job(kind, replica, request, request.sampling, scope)
+    abort = partial(kind.abort, replica, job)
+    try:
+        with EngineCall(replica, scope, streams=True), scope.sampling(abort):
+            reply = await kind.sample(replica, job, stream=True, emit=discard)
+    except PlansNoMore:
+        return await _ask_judge(pool, request, scope, replica)
+    if reply.broken is not None:
+        raise ChooserFailed(f"the judge's reply broke off: {reply.broken}")
+    return str(reply.choices[0].message.get("content") or "")
+
+
+async def _stay() -> None:
+    """It is wanted for as long as its task runs."""
+
+
+# Or an endpoint.
 
 
 async def _ask_endpoint(sampled: Sampled, ahead: Lookahead, outbound: Outbound) -> int:

@@ -101,7 +101,7 @@ def _model(replica: Replica) -> str:
 async def _sample(kind: EngineKind, replica: Replica, request: Request, logprob_mode: str) -> EngineReply:
     """Raises as `EngineKind.sample`, and EngineFailed for what no call could be recorded from."""
     job = await prepare_job(kind, replica, request, {"max_tokens": 1}, CancelScope("", new_call_id()))
-    outcome = await kind.sample(replica, job, stream=request.stream, emit=_drop)
+    outcome = await kind.sample(replica, job, stream=request.stream, emit=discard)
     if outcome.broken is not None:
         raise EngineFailed(outcome.broken)
     if not outcome.choices[0].token_ids and outcome.choices[0].finish_reason == "abort":
@@ -136,7 +136,7 @@ async def prepare_job(
     return _replace(job, prompt_ids=rendered.ids, body=rendered.body, sampling={**sampling, "max_tokens": most})
 
 
-def _drop(piece: PromptReady | FirstToken | Sequence[Delta]) -> None:
+def discard(piece: PromptReady | FirstToken | Sequence[Delta]) -> None:
     """Nobody reads it."""
 
 
