@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollout.harnesses.catalogue import load
 from rollout.harnesses.limits import UNKNOWN, Limits
 from rollout.harnesses.prepared import SessionAccess, build_environment, fill
+from rollout.harnesses.process import find_executable
+from rollout.runtimes.local import supervisor
 from tests.harnesses.installed import folder_of
 from tests.harnesses.player import Step, ToolCall
 
@@ -106,8 +107,8 @@ def run(
     timeout_seconds: float,
 ) -> Ended:
     """The agent's run in `workdir` by its shipped definition, with a home beside it. `address` is the session's, without a
-    dialect's suffix; `limits` are what it is told; `at_home` is done to the home before the start. Everything of the agent's process
-    group is ended."""
+    dialect's suffix; `limits` are what it is told; `at_home` is done to the home before the start. Everything that the agent
+    started is ended."""
     home = workdir.with_name("home")
     home.mkdir()
     endpoint = SessionAccess({"openai": f"{address}/v1", "anthropic": address, "gemini": address}, key)
@@ -124,18 +125,24 @@ def run(
 def _ended(argv: list[str], env: Mapping[str, str], workdir: Path, timeout_seconds: float) -> Ended:
     out, err = workdir.with_name("stdout.txt"), workdir.with_name("stderr.txt")
     begun = time.monotonic()
-    with out.open("wb") as stdout, err.open("wb") as stderr:
+    with out.open("wb") as stdout, err.open("wb") as stderr, open(os.devnull, "rb") as go:
+        # Under a supervisor, as in a runtime: a helper that detached itself would go on writing to the home.
         process = subprocess.Popen(
-            argv, env=env, cwd=workdir, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
+            [sys.executable, "-I", "-S", supervisor.__file__, str(go.fileno()), find_executable(argv[0], env), *argv[1:]],
+            env=env,
+            cwd=workdir,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=[go.fileno()],
+            start_new_session=True,
         )
         try:
             exit_code: int | None = process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
             exit_code = None
         finally:
-            # Helpers that the agent left behind go with it.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            process.send_signal(supervisor.BELL)
             process.wait()
     return Ended(exit_code, _text(out), _text(err), time.monotonic() - begun)
 
