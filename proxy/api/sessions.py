@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
@@ -306,6 +306,14 @@ async def open_session(
     request: Request, services: Served, body: Annotated[NewSession, Depends(JsonBody(NewSession).read)]
 ) -> Response:
     """A session is one run of a harness, which gets one of `base_urls` and `api_key` and needs nothing else."""
+    session_id, api_key = await open_new(services, body, request.is_disconnected)
+    urls = _base_urls(request, services.settings, session_id)
+    return json_response({"session_id": session_id, "api_key": api_key, "base_urls": urls}, 201)
+
+
+async def open_new(services: Services, body: NewSession, hung_up: Callable[[], Awaitable[bool]]) -> tuple[str, str]:
+    """The id of the session that was opened, and its key. Raises `Conflict` for an id that is taken, `NotFound` and RequestError for what
+    it cannot replay, and what `admission.open_session` does."""
     session_id = body.session_id or uuid.uuid4().hex
     replay = None
     if (asked := body.replay) is not None:
@@ -335,12 +343,11 @@ async def open_session(
         replay=replay,
         lookahead=lookahead,
     )
-    if not await admission.open_session(services, info, request.is_disconnected):
+    if not await admission.open_session(services, info, hung_up):
         raise Conflict(f"there is a session {session_id} already", param="session_id")
     if replay is not None:
         await forks.keep_origin(services, session_id, replay)
-    urls = _base_urls(request, services.settings, session_id)
-    return json_response({"session_id": session_id, "api_key": api_key, "base_urls": urls}, 201)
+    return session_id, api_key
 
 
 @router.get("", dependencies=ADMIN, responses={200: {"model": SessionPage, "description": "a page"}})
