@@ -13,7 +13,6 @@ import typer
 
 from cli import (
     audit,
-    bench,
     doctor,
     engines,
     env,
@@ -51,7 +50,6 @@ app.command("audit", short_help="Check a session's tree, tokens and logprobs.")(
 app.command("doctor", short_help="Check what works here and what to fix.")(doctor.doctor)
 app.command("top", short_help="Watch calls, engines, groups and nodes live.")(top.top)
 app.command("view", short_help="Save a session's page as one HTML file.")(sessions.view)
-app.command("bench", short_help="Measure what the service adds to an engine.")(bench.bench)
 app.command("export", short_help="Write closed sessions to files.")(export.export)
 app.command("import", short_help="Restore exported sessions into a service.")(export.import_sessions)
 tasks.app.command("import", short_help="Turn published task sets into tasks.")(import_tasks.import_tasks)

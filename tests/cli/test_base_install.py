@@ -51,7 +51,6 @@ REFUSED = (
     (("node", "--redis", "redis://127.0.0.1:9"), "pip install '.[rollout]'"),
     (("generate", "--tasks", "tasks.jsonl", "--engine", "http://127.0.0.1:9", "--out", "o"), "[proxy,rollout,archive]"),
     (("generate", "--tasks", "tasks.jsonl", "--url", "http://127.0.0.1:9", "--out", "o"), "[rollout,archive]"),
-    (("bench", "--engine", "http://127.0.0.1:9"), "pip install '.[proxy]'"),
     (("export", "--out", "e"), "pip install '.[archive]'"),
     (("audit", "s", "--model", "m"), "pip install '.[trainer]' transformers"),
     (("tasks", "import", "harbor", ".", "--harness", "pi"), "pip install '.[rollout]'"),

@@ -55,7 +55,7 @@ def test_help_names_the_commands_and_says_what_they_are_for() -> None:
     assert "..." not in verbatim("--help", COLUMNS="80").stdout.partition("Commands:")[2]
 
 
-@pytest.mark.parametrize("command", ["serve", "node", "run", "generate", "bench", "export"])
+@pytest.mark.parametrize("command", ["serve", "node", "run", "generate", "export"])
 def test_help_says_what_a_value_is_in_words_of_the_command(command: str) -> None:
     assert re.findall(r"^ +--\S+ <.*>", verbatim(command, "--help", COLUMNS="200").stdout, re.MULTILINE) == []
 

@@ -1,25 +1,29 @@
-"""`verbatim bench`: what the service adds to an engine, and where it spends the time."""
+"""What the service adds to an engine of one's own, and where it spends the time.
+
+python -m benchmarks.own_engine --engine http://127.0.0.1:8000
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import httpx
 import typer
+from rich.console import Console
 
-from cli.options import check_installed
+from benchmarks.own_engine_passes import Bench, Bounds, LoadShape
+from cli.control import CommandClient
 from cli.refusal import CommandError
+from cli.serve import engine_url
+from cli.serving.own_service import OwnService
 from cli.stop_signals import StopSignals
 
-if TYPE_CHECKING:
-    from cli.control import CommandClient
-
-NEEDS = ("aiohttp", "msgspec", "prometheus_client", "pydantic")
 PROBE_SECONDS = 10.0
 
 
@@ -43,17 +47,11 @@ def bench(
     """Call an engine directly and through the service, alternating, and report the difference and where it comes from.
 
     \b
-    verbatim bench --engine http://127.0.0.1:8000
-    verbatim bench --engine http://127.0.0.1:8000 --url http://127.0.0.1:8700 --connections 32 --calls 1000 --json
+    python -m benchmarks.own_engine --engine http://127.0.0.1:8000
+    python -m benchmarks.own_engine --engine http://127.0.0.1:8000 --url http://127.0.0.1:8700 --connections 32 --calls 1000 --json
 
     Its sessions are deleted at the end, so no trainer sees them. Ctrl-C ends it and reports what was measured so far.
     """
-    check_installed("bench", NEEDS, "proxy")
-    from rich.console import Console
-
-    from cli.benching.measurement import Bench, Bounds, LoadShape
-    from cli.serve import engine_url
-
     where = engine_url(engine)
     request = LoadShape(first_model(where, model), prompt, tokens, not whole)
     with StopSignals() as stop, _service(where, url, stop) as control:
@@ -87,9 +85,6 @@ def first_model(engine: str, wanted: str | None) -> str:
 @contextmanager
 def _service(engine: str, url: str | None, stop: StopSignals) -> Iterator[CommandClient]:
     """The service at `url`, or one that runs as long as the block. Raises `CommandError`."""
-    from cli.control import CommandClient
-    from cli.serving.own_service import OwnService
-
     if url is not None:
         yield CommandClient(url)
         return
@@ -101,3 +96,13 @@ def _service(engine: str, url: str | None, stop: StopSignals) -> Iterator[Comman
 
 def _tell(line: str) -> None:
     typer.echo(line, err=True)
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command()(bench)
+    try:
+        app()
+    except CommandError as refusal:
+        print(refusal, file=sys.stderr)
+        sys.exit(refusal.exit_code)

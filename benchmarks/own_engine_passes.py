@@ -14,12 +14,12 @@ from typing import Any
 
 import aiohttp
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
 from cli.control import CommandClient
 from cli.stop_signals import StopSignals
-from cli.top import Exposition
 from proxy.timeline import PARTS, STEPS
 
 ROUNDS = 2
@@ -55,7 +55,7 @@ class Bench:
         self._numbers = itertools.count(time.time_ns() // 1000)
 
     def run(self) -> Report:
-        """Raises `Refusal` if no session can be opened."""
+        """Raises `CommandError` if no session can be opened."""
         ways = {DIRECT: Tally(), THROUGH: Tally()}
         with self._sessions() as endpoints:
             both = {DIRECT: [Target(f"{self._engine}/v1/chat/completions")] * len(endpoints), THROUGH: endpoints}
@@ -240,13 +240,19 @@ class Cost:
 
 
 def read_counters(control: CommandClient) -> Counters:
-    """Raises `Refusal`."""
-    page = Exposition(control.fetch("/metrics").text)
+    """Raises `CommandError`."""
+    page = text_string_to_metric_families(control.fetch("/metrics").text)
+    series = [sample for family in page for sample in family.samples]
+    values = {sample.name: sample.value for sample in series if not sample.labels}
+    steps = {
+        name: {(of.labels["step"], of.labels["part"]): of.value for of in series if of.name == f"verbatim_step_seconds_{name}"}
+        for name in ("count", "sum")
+    }
     return Counters(
-        process=page.total("process_start_time_seconds"),
-        cpu_seconds=page.total("process_cpu_seconds_total"),
-        calls=int(page.total("verbatim_step_seconds_count", step="commit", part="own")),
-        seconds={(of.labels["step"], of.labels["part"]): of.value for of in page.series("verbatim_step_seconds_sum")},
+        process=values["process_start_time_seconds"],
+        cpu_seconds=values["process_cpu_seconds_total"],
+        calls=int(steps["count"].get(("commit", "own"), 0)),
+        seconds=steps["sum"],
     )
 
 

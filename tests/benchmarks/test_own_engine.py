@@ -1,23 +1,23 @@
-"""`verbatim bench`: calls on both ways, bounded, with the service's own account of them; run as its users run it."""
+"""`python -m benchmarks.own_engine`: calls on both ways, bounded, with the service's own account of them; run as its users run it."""
 
 from __future__ import annotations
 
 import json
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from cli.benching.measurement import Cost, Counters, LoadShape, Round, Tally, Target, compute_cost, quantile
+from benchmarks.own_engine_passes import Cost, Counters, LoadShape, Round, Tally, Target, compute_cost, quantile
 from tests.support.engine.scripted_engine import Generation, Say, ScriptedEngine
-from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import ADMIN, RunningService
 from tests.support.service.scripted_service import ScriptedService
-from tests.support.service.verbatim_process import environment, verbatim, wait_until
+from tests.support.service.verbatim_process import environment, wait_until
 
 SMALL = ("--prompt", "20", "--tokens", "8")
 SECONDS = 120.0
@@ -30,11 +30,15 @@ def shared(redis_server: RedisServer) -> Iterator[tuple[ScriptedEngine, RunningS
         yield engine, service
 
 
+def measure(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.own_engine", *args]
+    return subprocess.run(command, env=environment(**variables), capture_output=True, text=True, timeout=SECONDS, check=False)
+
+
 def refused(*args: str, code: int = 1, **variables: str) -> str:
-    done = verbatim("bench", *args, timeout_seconds=SECONDS, **variables)
+    done = measure(*args, **variables)
     assert (done.returncode, done.stdout) == (code, ""), done
-    (line,) = done.stderr.strip().splitlines()
-    return line
+    return done.stderr.strip().splitlines()[-1]
 
 
 def test_both_ways_are_asked_as_often_as_wanted_and_the_service_tells_its_steps(
@@ -43,8 +47,7 @@ def test_both_ways_are_asked_as_often_as_wanted_and_the_service_tells_its_steps(
     engine, service = shared
     engine.reset()
     where = ("--engine", engine.url + "/v1", "--url", service.url)
-    command = ("bench", *where, "--calls", "6", "--connections", "2", *SMALL, "--json")
-    done = verbatim(*command, timeout_seconds=SECONDS, VERBATIM_ADMIN_TOKEN=ADMIN)
+    done = measure(*where, "--calls", "6", "--connections", "2", *SMALL, "--json", VERBATIM_ADMIN_TOKEN=ADMIN)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     for way in report["ways"].values():
@@ -64,9 +67,7 @@ def test_both_ways_are_asked_as_often_as_wanted_and_the_service_tells_its_steps(
 
 def test_without_a_url_a_service_is_started_and_the_tables_are_printed() -> None:
     with ScriptedEngine() as engine:
-        done = verbatim(
-            "bench", "--engine", engine.url, "--calls", "4", "--connections", "1", "--whole", *SMALL, timeout_seconds=SECONDS
-        )
+        done = measure("--engine", engine.url, "--calls", "4", "--connections", "1", "--whole", *SMALL)
     assert done.returncode == 0, done.stderr
     for shown in ("engine alone", "through verbatim", "20 words in, 8 tokens out, whole", "commit", "per 1,000 calls"):
         assert shown in done.stdout
@@ -87,13 +88,10 @@ def test_a_wrong_url_is_refused_in_one_sentence(
 
 def test_a_model_that_the_engine_does_not_have_is_told(shared: tuple[ScriptedEngine, RunningService]) -> None:
     engine, service = shared
-    done = verbatim(
-        *("bench", "--engine", engine.url, "--url", service.url, "--model", "another", "--calls", "2", "--connections", "1"),
-        timeout_seconds=SECONDS,
-        VERBATIM_ADMIN_TOKEN=ADMIN,
-    )
+    where = ("--engine", engine.url, "--url", service.url)
+    done = measure(*where, "--model", "another", "--calls", "2", "--connections", "1", VERBATIM_ADMIN_TOKEN=ADMIN)
     assert done.returncode == 1
-    assert done.stderr.startswith("verbatim: ") and "404" in done.stderr and "another" in done.stderr
+    assert "404" in done.stderr and "another" in done.stderr
 
 
 def test_ctrl_c_ends_it_with_what_was_measured(shared: tuple[ScriptedEngine, RunningService]) -> None:
@@ -108,8 +106,9 @@ def test_ctrl_c_ends_it_with_what_was_measured(shared: tuple[ScriptedEngine, Run
         return Say("never", gate=never)
 
     engine.script = script
-    with ForkedVerbatim(
-        ("bench", "--engine", engine.url, "--url", service.url, "--calls", "1000", "--connections", "1", *SMALL, "--json"),
+    where = ("--engine", engine.url, "--url", service.url, "--calls", "1000", "--connections", "1")
+    with subprocess.Popen(
+        (sys.executable, "-m", "benchmarks.own_engine", *where, *SMALL, "--json"),
         env=environment(VERBATIM_ADMIN_TOKEN=ADMIN),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
