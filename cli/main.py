@@ -26,7 +26,6 @@ from cli import (
     serve,
     sessions,
     tasks,
-    top,
     weights,
 )
 from cli.options import installed_version
@@ -48,7 +47,6 @@ app.command("fork", short_help="Run a session's task again from one of its calls
 app.command("env", short_help="Open a session and print a harness's settings for it.")(env.env)
 app.command("audit", short_help="Check a session's tree, tokens and logprobs.")(audit.audit)
 app.command("doctor", short_help="Check what works here and what to fix.")(doctor.doctor)
-app.command("top", short_help="Watch calls, engines, groups and nodes live.")(top.top)
 app.command("view", short_help="Save a session's page as one HTML file.")(sessions.view)
 app.command("export", short_help="Write closed sessions to files.")(export.export)
 app.command("import", short_help="Restore exported sessions into a service.")(export.import_sessions)

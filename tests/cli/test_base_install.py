@@ -29,7 +29,6 @@ WORKS = (
     ("sessions", "close", "s"),
     ("audit", "s"),
     ("view", "s"),
-    ("top", "--once"),
     ("export", "--format", "jsonl", "--out", "exported"),
     ("import", "exported"),
     ("tasks", "submit", "tasks.jsonl"),
