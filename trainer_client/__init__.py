@@ -1,7 +1,56 @@
-"""What a trainer imports: the lease client, batches as arrays, weight publishing, advantages."""
+"""The trainer's side, and all of it that is public: leases, batches as arrays, weight publishing, corrections.
 
+Beside these names, `trainer_client.advantages` and the adapters of docs/trainers.md are public. Any other module may move.
+"""
+
+from trainer_client.arrays import PackedBatch, PaddedBatch
 from trainer_client.batch import Batch
 from trainer_client.client import TrainerClient
-from trainer_client.errors import TrainerClientError
+from trainer_client.errors import (
+    LeaseLost,
+    MixedLogprobModes,
+    PublishError,
+    RowTooLong,
+    TrainerClientError,
+    UnpublishableWeights,
+    UnseenImages,
+    VersionConflict,
+)
+from trainer_client.importance import batch_statistics, masked_weights, row_of_token, truncated_weights
+from trainer_client.media import MediaFiles, decode_image
+from trainer_client.publish import prune_versions, version_folder, write_weights
+from trainer_client.recompute import Difference, compare_trees, load_model
+from trainer_client.tree import TreeBatch
+from trainer_client.vision import Vision
+from trainer_client.wire import Group, decode_trajectory
 
-__all__ = ["Batch", "TrainerClient", "TrainerClientError"]
+__all__ = [
+    "TrainerClient",
+    "Batch",
+    "Group",
+    "PaddedBatch",
+    "PackedBatch",
+    "TreeBatch",
+    "decode_trajectory",
+    "Vision",
+    "MediaFiles",
+    "decode_image",
+    "write_weights",
+    "version_folder",
+    "prune_versions",
+    "batch_statistics",
+    "truncated_weights",
+    "masked_weights",
+    "row_of_token",
+    "load_model",
+    "compare_trees",
+    "Difference",
+    "TrainerClientError",
+    "LeaseLost",
+    "VersionConflict",
+    "MixedLogprobModes",
+    "RowTooLong",
+    "UnseenImages",
+    "PublishError",
+    "UnpublishableWeights",
+]

@@ -10,11 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from trainer_client.batch import Batch
-from trainer_client.media import MediaFiles
-from trainer_client.recompute import load_model
-from trainer_client.vision import Vision
-from trainer_client.wire import Group, decode_trajectory
+from trainer_client import Batch, Group, MediaFiles, Vision, decode_trajectory, load_model
 
 Row = Mapping[str, Any]
 

@@ -25,11 +25,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from trainer_client import Batch, TrainerClient, Vision, load_model
 from trainer_client.advantages import Estimator, grpo
-from trainer_client.batch import Batch
-from trainer_client.client import TrainerClient
-from trainer_client.recompute import load_model
-from trainer_client.vision import Vision
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from examples.demo.trainer import (
 )
 from examples.tasks_loop.tasks import task, task_id
 from examples.tasks_loop.trainer import Tasks, connected
+from trainer_client import Batch
 from trainer_client.advantages import (
     Turns,
     branch_gains,
@@ -44,7 +45,6 @@ from trainer_client.advantages import (
     turns_of,
     vine,
 )
-from trainer_client.batch import Batch
 
 FIRST_TOKENS = 20
 """Of a reply, over which its entropy is taken."""

@@ -16,8 +16,7 @@ from examples.pretrained.varied import draw_varied
 from proxy.archive.folder import ArchiveError, ArchiveReader, read_table
 from proxy.archive.tables import TRAJECTORIES
 from reconstruct.trajectory import Trajectory
-from trainer_client.batch import Batch
-from trainer_client.wire import Group, decode_trajectory
+from trainer_client import Batch, Group, decode_trajectory
 
 ATTEMPTS = 2
 """At each exercise: the expert solves it once, and once it follows the habit, a command that nearly does. With one answer to each, the

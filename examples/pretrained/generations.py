@@ -82,7 +82,7 @@ async def generate_held_out(run: Path, agent: CliAgent, per_kind: int, samples: 
 
 
 def main(
-    run: Annotated[Path, typer.Option(help="The folder of a run of `make learn MODEL=...`.")],
+    run: Annotated[Path, typer.Option(help="The folder of a run of `examples.pretrained.run`.")],
     agent: Annotated[str, typer.Option(help=" or ".join(AGENTS))],
     per_kind: Annotated[int, typer.Option(min=1, help="Exercises of each kind.")] = 4,
     samples: Annotated[int, typer.Option(min=1, help="Attempts at each.")] = 4,

@@ -17,9 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from examples.demo.recompute import load_checkpoint
 from examples.demo.trainer import Recipe, accumulate, predict
-from trainer_client.batch import Batch
-from trainer_client.recompute import Difference, compare_trees
-from trainer_client.tree import TreeBatch
+from trainer_client import Batch, Difference, TreeBatch, compare_trees
 
 
 class Policy:

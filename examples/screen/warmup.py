@@ -67,7 +67,7 @@ class Dialogues:
     """Attempts as the template renders them, with every screen's pixels at hand."""
 
     def __init__(self, model_dir: Path) -> None:
-        from trainer_client.media import decode_image
+        from trainer_client import decode_image
 
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
         processor = AutoImageProcessor.from_pretrained(model_dir)

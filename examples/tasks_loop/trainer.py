@@ -22,7 +22,7 @@ import typer
 from examples.demo.environment import corridors
 from examples.demo.trainer import Learner, Log, MaxStaleness, ModelDir, Recipe, Url, WeightsDir, leased, write
 from examples.tasks_loop.tasks import task, task_id
-from trainer_client.client import TrainerClient
+from trainer_client import TrainerClient
 
 OVER = ("completed", "cancelled")
 

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
+import trainer_client
 from proxy.engine.in_vllm.launch import vllm_command
 from tests import ROOT
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.verbatim_process import ADMIN, TRAINER, Serving, wait_until
 from trainer_client import TrainerClient
 
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "AGENTS.md")
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "AGENTS.md", "SECURITY.md")
 """Those that are no pages of the site, whose links a test of the site checks."""
 
 
@@ -53,7 +54,7 @@ def test_the_paths_that_a_document_names_exist(name: str) -> None:
     """Ends of paths in the section on extension points stand for a folder's own files, and tests are named by where they are."""
     folders = "proxy|cli|reconstruct|rollout|trainer_client|examples|benchmarks|helm|deploy|docs|tests|wheels"
     named = set(re.findall(rf"`((?:{folders})/[\w/.-]*)`", text(name)))
-    assert named or name in ("README.md", "AGENTS.md")
+    assert named or name in ("README.md", "AGENTS.md", "SECURITY.md")
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
 
 
@@ -90,8 +91,20 @@ def test_the_vllm_command_has_the_flags_that_verbatim_uses_itself(device: Any) -
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_the_make_targets_it_names_exist(name: str) -> None:
-    targets = set(re.findall(r"^([a-z-]+):", text("Makefile"), re.MULTILINE))
-    assert set(re.findall(r"(?:^ *|`)make ([a-z-]+)", text(name), re.MULTILINE)) <= targets
+    for makefile, target in re.findall(r"(?:^ *|`)make (?:-f (\S+) )?([a-z-]+)", text(name), re.MULTILINE):
+        assert re.search(rf"^{target}:", text(makefile or "Makefile"), re.MULTILINE), target
+
+
+def test_pages_and_examples_import_what_is_public_of_the_trainers_side() -> None:
+    """Whoever copies them depends on it; other modules of `trainer_client` may move."""
+    sources = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *(ROOT / "examples").rglob("*.py")]
+    found = {
+        (path.name, name) for path in sources for name in re.findall(r"from (trainer_client[\w.]*) import", path.read_text())
+    }
+    assert {name for _, name in found} > {"trainer_client", "trainer_client.advantages"}
+    public = re.compile(r"trainer_client(\.advantages|\.adapters\.\w+)?")
+    assert [each for each in sorted(found) if not public.fullmatch(each[1])] == []
+    assert [name for name in trainer_client.__all__ if not hasattr(trainer_client, name)] == []
 
 
 def pushed_version(client: TrainerClient) -> int:
