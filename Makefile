@@ -15,10 +15,6 @@ HARNESSES := .cache/harnesses
 HARNESS_STAMPS := $(addsuffix /installed,$(addprefix $(HARNESSES)/,npm mini-swe-agent aider gptme llm browser-use))
 # Dependencies as of one day. The second try bypasses caches, which may not know a version yet that another package asks for.
 NPM_INSTALL := npm install --before=2026-11-20 --ignore-scripts --no-package-lock --no-audit --no-fund --loglevel=error
-# What `make learn` and `make study` need: the one agent that ARGS names, or is the default.
-AGENT = $(or $(shell printf '%s\n' $(ARGS) | sed -n 's/^--agent=//p; /^--agent$$/{n;p;}'),$(1))
-PI := $(if $(wildcard $(HARNESSES)/npm/installed),npm,pi)
-LEARNER = $(patsubst %,$(HARNESSES)/%/installed,$(patsubst pi,$(PI),$(filter pi mini-swe-agent,$(AGENT))))
 NODE_20 := node -e 'process.exit(process.versions.node.split(".")[0] < 20 ? 1 : 0)' || \
 	{ echo "Node.js 20 or newer is needed for the command-line agents, with npm" >&2; exit 1; }
 # Other versions of vLLM for the tests, an environment each, which take from $(VENV) what fits them.
@@ -40,18 +36,14 @@ RELEASED := proxy,rollout,archive,otel
 # Tests start hundreds of interpreters; one that may not keep what it compiled compiles the whole project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-tasks demo-screen learn study docs test templates test-engines test-programs mutants check install harnesses test-harnesses cost-baseline bench bench-quick bench-peers bench-tools dist client-wheel pins sbom audit clean
+.PHONY: help demo docs test templates test-engines test-programs mutants check install harnesses test-harnesses cost-baseline bench dist pins sbom audit clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo            train a tiny model with GRPO through the proxy: vLLM, Redis, agents and a trainer, all real"
 	@echo "make demo MODEL=M    the same with a Hugging Face model (a machine with a GPU)"
 	@echo "make demo ARGS=...   pass flags to the demo; ARGS=--help lists them"
-	@echo "make demo-tasks      the same loop through tasks: a trainer that submits them, agents in sandboxes; needs bubblewrap"
-	@echo "make demo-screen     the same loop with a model that sees: it learns to click what an image shows"
-	@echo "make learn           a real command-line agent learns in it, pi or with ARGS='--agent mini-swe-agent' that one; installs it"
-	@echo "make learn MODEL=smollm2  the same with a small pretrained model: an hour and more; it can be killed and resumed"
-	@echo "make study           three seeds of that and its two controls, one after the other: hours; repeat it to go on"
+	@echo "make -f examples/Makefile   the other demos: tasks, images, a real command-line agent that learns"
 	@echo "make test            every test, on a real vLLM and a real redis-server; ARGS=... goes to pytest, WORKERS=N shares them"
 	@echo "make templates       real models' chat templates through the service; ARGS=--write writes docs/templates.md, ARGS='Qwen GLM' plays some"
 	@echo "make test-programs   install what tests need besides: sandboxes, containers, a browser (apt-get, as root)"
@@ -67,31 +59,12 @@ help:
 	@echo "make pins            resolve the dependencies of the service anew and write pins.txt"
 	@echo "make sbom            dist/sbom.json, CycloneDX, of the wheel with its pins"
 	@echo "make audit           ask the package index for advisories on pins.txt; fails where it cannot"
-	@echo "make bench           what the service costs, beside its peers: 15 minutes, on a machine that does nothing else"
+	@echo "make bench           what the service costs, beside its peers: 15 minutes, on an idle machine; ARGS=--quick writes no results"
 	@echo "make bench ONLY=...  some of its sections: calls,streams and so on (benchmarks/README.md)"
-	@echo "make bench-quick     the same with hardly any calls, to see that it works; writes no results"
-	@echo "make bench-peers     only the peers of the benchmarks, in $(BENCH_PEERS): 0.7 GB"
-	@echo "make bench-tools     only wrk and nginx, by apt-get"
 	@echo "make clean           remove .cache with what was installed, caches and demo output"
 
 demo: $(INSTALLED)
 	$(BIN)/python -m examples.demo.demo $(DEMO_ARGS)
-
-demo-tasks: $(INSTALLED)
-	$(BIN)/python -m examples.tasks_loop.loop $(ARGS)
-
-demo-screen: $(INSTALLED)
-	$(BIN)/python -m examples.screen.click $(ARGS)
-
-learn: $(INSTALLED) $(call LEARNER,pi)
-	$(BIN)/python -m examples.$(if $(MODEL),pretrained.run --model $(MODEL),learn.learn) $(ARGS)
-
-ifeq ($(MODEL),smollm2)
-learn: $(SMOLLM2)/installed
-endif
-
-study: $(INSTALLED) $(SMOLLM2)/installed $(call LEARNER,mini-swe-agent)
-	$(BIN)/python -m examples.pretrained.study $(ARGS)
 
 $(SMOLLM2)/installed: | $(VENV)/bin/python
 	rm -rf $(SMOLLM2)
@@ -148,10 +121,8 @@ docs: $(INSTALLED)
 
 harnesses: $(HARNESS_STAMPS)
 
-dist: client-wheel
+dist: $(RELEASE)/build/installed
 	$(RELEASE)/build/bin/python -m hatchling build --directory dist
-
-client-wheel: $(RELEASE)/build/installed
 	cd wheels/client && $(abspath $(RELEASE)/build/bin)/python -m hatchling build --target wheel --directory $(CURDIR)/dist
 
 pins: $(INSTALLED)
@@ -170,20 +141,13 @@ sbom: dist $(RELEASE)/tools/installed
 audit: $(RELEASE)/tools/installed
 	$(RELEASE)/tools/bin/pip-audit --strict --no-deps --disable-pip --requirement pins.txt
 
-bench: $(INSTALLED) bench-tools $(BENCH_PEERS)/installed
-	$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(ARGS)
-
-bench-quick: $(INSTALLED) bench-tools $(BENCH_PEERS)/installed
-	$(BIN)/python -m benchmarks --quick $(if $(ONLY),--only $(ONLY)) $(ARGS)
-
-bench-peers: $(BENCH_PEERS)/installed
-
-bench-tools:
+bench: $(INSTALLED) $(BENCH_PEERS)/installed
 	@for pair in wrk:wrk nginx:nginx-light taskset:util-linux; do \
 		PATH="$$PATH:/usr/sbin" command -v "$${pair%%:*}" >/dev/null || wanting="$$wanting $${pair#*:}"; \
 	done; \
 	test -z "$$wanting" || { .ci/apt-get update -qq && .ci/apt-get install -y -qq --no-install-recommends $$wanting; } || \
 		{ echo "install these first:$$wanting" >&2; exit 1; }
+	$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 clean:
 	rm -rf .cache demo-out* .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist *.egg-info

@@ -1,6 +1,6 @@
 """What is compared: the service with its durable Redis, its peers, nginx that reads nothing, and the engine without any proxy.
 
-Peers live in an environment of their own (`make bench-peers`), so that nobody's versions hold for another. Each contender is given
+Peers live in an environment of their own (`make bench`), so that nobody's versions hold for another. Each contender is given
 the engine's URL and a folder, and is ready when its block begins.
 """
 
@@ -143,7 +143,7 @@ def peer(command: str) -> str:
     """Path of a peer's command. Raises SystemExit when the peers are not installed."""
     binary = PEERS / "bin" / command
     if not binary.exists():
-        raise SystemExit(f"{binary} is missing: `make bench-peers` installs the peers")
+        raise SystemExit(f"{binary} is missing: `make bench` installs the peers")
     return str(binary)
 
 

@@ -71,7 +71,7 @@ def wrk_binary() -> str:
     """Raises SystemExit with what to do when wrk is not installed."""
     found = shutil.which("wrk")
     if found is None:
-        raise SystemExit("wrk is missing: `make bench-tools` installs it (Debian package wrk)")
+        raise SystemExit("wrk is missing: `make bench` installs it (Debian package wrk)")
     return found
 
 

@@ -90,7 +90,7 @@ def passing(engine_url: str, folder: Path, side: Side = "tested", *, at_once: bo
 def _serving(folder: Path, port: int, http: str, side: Side) -> Iterator[Started]:
     binary = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
     if binary is None:
-        raise SystemExit("nginx is missing: `make bench-tools` installs it (Debian package nginx-light)")
+        raise SystemExit("nginx is missing: `make bench` installs it (Debian package nginx-light)")
     # Workers of a master that is root give up its rights and could not read a private folder.
     user = "user root;" if folder.owner() == "root" else ""
     configuration = folder / "nginx.conf"

@@ -22,7 +22,7 @@ from rollout.runtimes.settings import SYSTEM_PATH
 Message = Mapping[str, Any]
 
 INSTALLED = Path(__file__).resolve().parents[2] / ".cache" / "harnesses"
-"""Where `make learn` and `make harnesses` put them."""
+"""Where make puts them."""
 SYSTEM = "You are an agent with a shell."
 LONGEST_REPLY = 60
 MOST_CALLS = 4
@@ -170,7 +170,7 @@ def make_task(task_id: str, exercise: Exercise, agent: CliAgent, rollouts: int) 
 def with_agents(*first: Path) -> dict[str, str]:
     """The variables with which sandboxes of a node have the installed agents on PATH, behind the environments of Python named `first`."""
     if not INSTALLED.exists():
-        raise RuntimeError("no agent is installed: `make learn` installs the one that it needs, `make harnesses` all")
+        raise RuntimeError("no agent is installed: `make harnesses` installs them")
     nodes = [Path(node)] if (node := shutil.which("node")) else []
     folders = [INSTALLED / "npm" / "node_modules" / ".bin", *sorted(INSTALLED.glob("*/bin"))]
     # Last, so that a command of the system goes before one of the same name in an agent's environment.

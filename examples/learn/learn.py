@@ -1,4 +1,4 @@
-"""An unmodified command-line agent learns: `make learn`, which needs bubblewrap, or `python -m examples.learn.learn --agent pi`.
+"""An unmodified command-line agent learns: `python -m examples.learn.learn --agent pi`, which needs bubblewrap.
 
 The demo's model, training and verdict in the loop through tasks, whose agent is pi or mini-swe-agent as it comes from its registry. The
 model starts from demonstrations that are wrong in a habitual way three times out of four; the rewards of hidden checks show it which way is

@@ -21,8 +21,8 @@ from examples.learn.agents import AGENTS, CliAgent, make_task
 from examples.learn.exercises import KINDS, draw_exercises
 from examples.tasks_loop.tasks import task_id
 from examples.tasks_loop.trainer import Steps, Tasks, connected
+from trainer_client import TrainerClient
 from trainer_client.advantages import Estimator, grpo
-from trainer_client.client import TrainerClient
 
 
 def shuffle_rewards(estimator: Estimator, rng: random.Random) -> Estimator:

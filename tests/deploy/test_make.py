@@ -15,7 +15,15 @@ from tests import ROOT
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """The files that the Makefile reads, where nothing is installed."""
-    for name in ("Makefile", "pyproject.toml", "constraints.txt", "tests/peers.txt", "benchmarks/peers.txt", "tests/harnesses"):
+    for name in (
+        "Makefile",
+        "examples/Makefile",
+        "pyproject.toml",
+        "constraints.txt",
+        "tests/peers.txt",
+        "benchmarks/peers.txt",
+        "tests/harnesses",
+    ):
         target = tmp_path / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.symlink_to(ROOT / name)
@@ -28,6 +36,9 @@ def dry_run(checkout: Path, *words: str) -> str:
     return done.stdout
 
 
+DEMOS = ("-f", "examples/Makefile")
+
+
 def find_agents(printed: str) -> set[str]:
     """The folders of agents that it would make."""
     return set(re.findall(r"^touch \.cache/harnesses/(\S+)/installed$", printed, re.MULTILINE))
@@ -37,13 +48,20 @@ def find_pythons(printed: str) -> Iterator[str]:
     return (found[0] for found in re.finditer(r"(?<![\w.])\S*bin/python(?=\s)", printed))
 
 
-@pytest.mark.parametrize("target", ["demo", "demo-tasks", "test", "check", "docs", "install"])
+@pytest.mark.parametrize("target", ["demo", "test", "check", "docs", "install"])
 def test_nothing_is_installed_into_the_environment_of_the_person_who_runs_make(checkout: Path, target: str) -> None:
     """The quick start leaves a service running out of `.venv`: an install there would replace its code under it."""
     printed = dry_run(checkout, target)
     assert "pip install" in printed
     assert {python for python in find_pythons(printed) if not python.startswith((".cache/venv/", "/usr/"))} == set()
     assert not re.search(r"(?<![\w./])\.venv\b", printed)
+
+
+def test_the_makefile_has_few_targets_and_help_lists_each(checkout: Path) -> None:
+    targets = re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert targets is not None and len(targets[1].split()) <= 20
+    shown = subprocess.run(["make", "help"], cwd=checkout, capture_output=True, text=True, check=True).stdout
+    assert set(targets[1].split()) - set(re.findall(r"^make ([a-z-]+)", shown, re.MULTILINE)) == {"help"}
 
 
 def test_make_clean_leaves_the_environment_of_the_person_who_runs_make(checkout: Path) -> None:
@@ -62,15 +80,15 @@ def test_make_clean_leaves_the_environment_of_the_person_who_runs_make(checkout:
     ],
 )
 def test_make_learn_installs_the_one_agent_that_learns(checkout: Path, words: list[str], agents: set[str]) -> None:
-    assert find_agents(dry_run(checkout, "learn", *words)) == agents
+    assert find_agents(dry_run(checkout, *DEMOS, "learn", *words)) == agents
 
 
 def test_make_learn_takes_pi_from_the_folder_of_all_agents_where_that_is_there(checkout: Path) -> None:
     stamp = checkout / ".cache/harnesses/npm/installed"
     stamp.parent.mkdir(parents=True)
     stamp.touch()
-    assert find_agents(dry_run(checkout, "learn")) == set()
+    assert find_agents(dry_run(checkout, *DEMOS, "learn")) == set()
 
 
 def test_make_study_installs_the_agent_that_is_its_default(checkout: Path) -> None:
-    assert find_agents(dry_run(checkout, "study")) == {"mini-swe-agent"}
+    assert find_agents(dry_run(checkout, *DEMOS, "study")) == {"mini-swe-agent"}

@@ -71,7 +71,7 @@ async def test_a_demonstration_is_the_conversation_that_the_agent_has(name: str,
 @pytest.mark.engine
 @pytest.mark.timeout(3600)
 def test_an_agent_learns_where_the_weights_are_pushed_and_only_there(tmp_path: Path) -> None:
-    """`make learn` in small, with its own verdict: every token accounted for, recomputed and trained on once."""
+    """`examples.learn` in small, with its own verdict: every token accounted for, recomputed and trained on once."""
     require_vllm()
     require("bwrap")
     model = str(tmp_path / "pushed" / "model")
