@@ -39,7 +39,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Reinforcement learning on any agent, unmodified: point it at a URL, train on exactly the tokens it saw and sampled.",
 )
-app.command("serve", short_help="Run the service.")(serve.serve)
+app.command("serve", cls=serve.ServeCommand, short_help="Run the service.")(serve.serve)
 app.command("run", short_help="Run a harness in a new session, then close it.")(run.run)
 app.command("node", short_help="Run rollouts of submitted tasks on this machine.")(node.node)
 app.command("generate", short_help="Sample until enough attempts pass.")(generate.generate)

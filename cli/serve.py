@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Container
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
+from typer.core import TyperCommand
 
 from cli.refusal import CommandError
 from reconstruct.extras import how_to_install
@@ -32,76 +35,6 @@ SECRET = (
 
 
 def serve(
-    engine: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="URL",
-            help="Base URL of an engine, for example http://127.0.0.1:8000. Repeat it for every replica of the same model. "
-            "NAME=URL makes it a replica of the policy NAME; dns://NAME:PORT tracks all addresses of a DNS name. "
-            "An engine may start later: until then calls get 503 and /readyz says what is missing.",
-        ),
-    ] = None,
-    engine_api: Annotated[
-        str | None,
-        typer.Option(
-            metavar="auto|token|completions|sglang|chat",
-            help="How to talk to the engines. token: vLLM since 0.24, since 0.30 with --enable-scale-out; token ids in "
-            "and out, with a weight version per token (0.32) or call. completions: an older vLLM's /v1/completions with ids; "
-            "sglang: SGLang's /generate; both need --renderer. chat: any server of /v1/chat/completions. auto (default): probe each one.",
-        ),
-    ] = None,
-    engine_api_key_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File with the engines' API key; or set VERBATIM_ENGINE_API_KEY.")
-    ] = None,
-    renderer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Hugging Face name or folder of the model whose chat template the service renders, for engines that take token ids "
-            "but no messages. VERBATIM_RENDERER_OPTIONS chooses the renderer if the name does not.",
-        ),
-    ] = None,
-    redis: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="redis://host:port/0 of a Redis 6.2 or newer, shared by all processes that serve the same sessions; "
-            "redis+cluster://host:port,host:port for a Redis Cluster, redis+sentinel://host:port,host:port/service for a "
-            "master under Sentinel, rediss for TLS. Default: an embedded redis-server that starts and stops with the service.",
-        ),
-    ] = None,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Where the embedded Redis keeps its append-only file; sessions survive a restart with the same DIR. "
-            "One service per DIR. Default: ./verbatim-data.",
-        ),
-    ] = None,
-    fsync: Annotated[
-        str | None,
-        typer.Option(
-            metavar="everysec|always",
-            help="When the embedded Redis syncs to disk. everysec (default) can lose a second of data on a power failure, "
-            "or two if Redis is killed while the disk is slow; always loses nothing and is slower.",
-        ),
-    ] = None,
-    host: Annotated[
-        str | None,
-        typer.Option(metavar="HOST", help="Address to listen on. Default: 127.0.0.1; 0.0.0.0 accepts other machines."),
-    ] = None,
-    port: Annotated[
-        int | None,
-        typer.Option(metavar="PORT", help="Port to listen on. Default: 8700; 0 picks a free one and prints it."),
-    ] = None,
-    control_port: Annotated[
-        int | None,
-        typer.Option(
-            metavar="PORT",
-            help="A separate port for the control side: sessions, batches, weights, tasks, pages and metrics. --port then serves "
-            "only harnesses and probes. 0 picks a free one. Default: both sides share --port.",
-        ),
-    ] = None,
     workers: Annotated[
         int,
         typer.Option(
@@ -110,43 +43,11 @@ def serve(
             help="Processes that share the ports and one Redis. One process uses one CPU core; add more when that core is full.",
         ),
     ] = 1,
-    tls_cert: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Serve HTTPS with this PEM certificate chain. Renewals are picked up without a restart."
-        ),
-    ] = None,
-    tls_key: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The certificate's unencrypted PEM key."),
-    ] = None,
-    open_mode: Annotated[
-        bool,
-        typer.Option(
-            "--open",
-            help="Accept every program on this machine without a token or key. Only with a loopback --host.",
-        ),
-    ] = False,
-    thinking: Annotated[
-        str | None,
-        typer.Option(
-            metavar="template|retain",
-            help="What to do if the chat template drops earlier thinking at a new user turn. template (default): start a new "
-            "training row there, as the deployed model would see it. retain: keep the sampled thinking in context.",
-        ),
-    ] = None,
     log_level: Annotated[
         str,
         typer.Option(metavar="debug|info|warning|error", help="The least severe level to log to stderr."),
     ] = "info",
-    log_format: Annotated[
-        str | None,
-        typer.Option(metavar="human|json", help="Lines for people (default), or one JSON object per line."),
-    ] = None,
-    log_calls: Annotated[
-        bool,
-        typer.Option("--log-calls", help="Log one line per call: session, outcome and duration, never its content."),
-    ] = False,
+    **flags: Any,
 ) -> None:
     """Serve harnesses and trainers until Ctrl-C or SIGTERM.
 
@@ -154,41 +55,86 @@ def serve(
     verbatim serve --engine http://127.0.0.1:8000
     verbatim serve --engine http://gpu1:8000 --engine http://gpu2:8000 --redis redis://redis:6379/0 --host 0.0.0.0 --workers 4
 
-    Every flag has an environment variable (--engine-api is VERBATIM_ENGINE_API; VERBATIM_ENGINE is a JSON list); the flag wins.
+    Every setting has an environment variable (--engine-api is VERBATIM_ENGINE_API; VERBATIM_ENGINE is a JSON list); a flag wins.
     VERBATIM_ADMIN_TOKEN and VERBATIM_TRAINER_TOKEN set the two tokens, VERBATIM_ADMIN_TOKEN_FILE and
     VERBATIM_TRAINER_TOKEN_FILE name files of them; without either they are generated and printed once. VERBATIM_NODE_TOKEN (or
-    _FILE) gives nodes a token of their own with fewer rights than the admin's.
+    _FILE) gives nodes a token of their own with fewer rights than the admin's. VERBATIM_ENGINE_API_KEY (or _FILE) is sent to the
+    engines.
 
     The first Ctrl-C lets calls in flight finish for VERBATIM_DRAIN_SECONDS (20), then cuts and records them; a second one
     exits at once.
     """
-    try:
+    with _say_what_is_missing():
         from cli import service
         from cli.serving import logs
+
+    settings = read_settings({name: None if value in (False, []) else value for name, value in flags.items()})
+    logs.configure(log_level, settings.log_format)
+    service.run(settings, workers, log_level)
+
+
+@contextmanager
+def _say_what_is_missing() -> Iterator[None]:
+    try:
+        yield
     except ModuleNotFoundError as error:
         raise CommandError(f"the service is not installed ({error.name} is missing): {how_to_install('proxy')}") from error
 
-    flags = {
-        "engine": engine or None,
-        "engine_api": engine_api,
-        "engine_api_key_file": engine_api_key_file,
-        "renderer": renderer,
-        "redis": redis,
-        "data_dir": data_dir,
-        "fsync": fsync,
-        "host": host,
-        "port": port,
-        "control_port": control_port,
-        "tls_cert": tls_cert,
-        "tls_key": tls_key,
-        "open": open_mode or None,
-        "thinking": thinking,
-        "log_format": log_format,
-        "log_calls": log_calls or None,
-    }
-    settings = read_settings(flags)
-    logs.configure(log_level, settings.log_format)
-    service.run(settings, workers, log_level)
+
+class ServeCommand(TyperCommand):
+    """`serve` with a flag for each setting that is marked as one. They are made when first looked at: the other commands load nothing
+    of the service."""
+
+    @cached_property
+    def _whole(self) -> Any:
+        alone = typer.Typer(rich_markup_mode=None, add_completion=False)
+        alone.command()(_add_flags(serve))
+        return typer.main.get_command(alone)
+
+    @property
+    def params(self) -> Any:
+        return self._whole.params
+
+    @params.setter
+    def params(self, _: Any) -> None:
+        """Those of the function's own signature, which `_whole` has, too."""
+
+    def invoke(self, ctx: Any) -> Any:
+        return self._whole.invoke(ctx)
+
+
+def _add_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """`command`, whose last parameter takes the flags, with each of them in its signature."""
+    *own, rest = inspect.signature(command, eval_str=True).parameters.values()
+    made = [inspect.Parameter(name, rest.KEYWORD_ONLY, annotation=each, default=None) for name, each in _list_flags()]
+
+    def run(**given: Any) -> None:
+        command(**given)
+
+    run.__doc__ = command.__doc__
+    run.__signature__ = inspect.Signature([*made, *(each.replace(kind=rest.KEYWORD_ONLY) for each in own)])  # type: ignore[attr-defined]
+    return run
+
+
+def _list_flags() -> Iterator[tuple[str, Any]]:
+    """Each flagged setting's name, and its option's type. pydantic reads the values: text is enough here."""
+    with _say_what_is_missing():
+        from proxy.settings import Flag, Settings
+    marked = {name: mark for name, field in Settings.model_fields.items() for mark in field.metadata if isinstance(mark, Flag)}
+    for name, mark in marked.items():
+        field = Settings.model_fields[name]
+        values = "|".join(map(str, get_args(field.annotation))) if get_origin(field.annotation) is Literal else None
+        kind = bool if field.annotation is bool else list[str] if get_origin(field.annotation) is list else str
+        named = re.sub(r"`(\w+)`", lambda found: _name_setting(found[1], marked), " ".join((field.description or "").split()))
+        default = field.get_default(call_default_factory=True)
+        text = named if default is None or default is False or default == [] else f"{named} Default: {default}."
+        repeated = f"{text} Repeatable." if kind == list[str] else text
+        option = typer.Option(f"--{name.replace('_', '-')}", metavar=mark.metavar or values, help=repeated)
+        yield name, Annotated[kind | None, option]
+
+
+def _name_setting(name: str, flags: Container[str]) -> str:
+    return f"--{name.replace('_', '-')}" if name in flags else f"VERBATIM_{name.upper()}"
 
 
 def read_settings(flags: dict[str, Any]) -> Settings:

@@ -1,12 +1,13 @@
 """The settings of one process. The environment is read here and nowhere else.
 
-Set any field with `VERBATIM_<NAME>`, for example `VERBATIM_KEEPALIVE_SECONDS=5`; `verbatim serve` has flags for some of them.
-Lists and mappings in the environment are JSON.
+Set any field with `VERBATIM_<NAME>`, for example `VERBATIM_KEEPALIVE_SECONDS=5`. Lists and mappings in the environment are JSON. A
+field marked `Flag` is also a flag of `verbatim serve`; its type, default and text stand here alone.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -40,6 +41,14 @@ def _check_expression(text: str) -> str:
 Expression = Annotated[str, AfterValidator(_check_expression)]
 
 
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """Marks a setting that is also a flag of `verbatim serve`."""
+
+    metavar: str = ""
+    """What its help calls the value. Empty: the values that there are, or none."""
+
+
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
@@ -51,22 +60,23 @@ def _is_installed(module: str) -> bool:
 class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="VERBATIM_", extra="ignore", use_attribute_docstrings=True)
 
-    engine: list[str] = Field(default_factory=list)
-    """Base URLs of engine replicas, without /v1. `NAME=URL` adds a replica to the policy NAME; `dns://name:port` adds every address that
-    the name resolves to, and follows its changes."""
+    engine: Annotated[list[str], Flag("URL")] = Field(default_factory=list)
+    """Base URL of an engine, for example http://127.0.0.1:8000, one for each replica of the model. NAME=URL adds a replica to the policy
+    NAME; dns://NAME:PORT adds every address that the name resolves to, and follows its changes. An engine may start later: until then
+    calls get 503 and /readyz says what is missing."""
     policy_models: dict[str, list[str]] = Field(default_factory=dict)
     """Model names that each policy serves: {"judge": ["large"]}. Calls for them are routed to the policy even before one of its engines
     has been reached. "" is the default policy. A LoRA adapter of that name is the policy."""
     strict_models: bool = False
     """Answer 404 for a model name that no policy or engine serves. Otherwise the default policy answers, under the requested name, or the
     only LoRA adapter of its engines."""
-    engine_api: str = "auto"
-    """The API to use: token (vLLM since 0.24, since 0.30 with --enable-scale-out), completions (vLLM's /v1/completions with token ids),
-    sglang (SGLang's /generate), chat (any OpenAI-compatible server), another installed kind of engine, or auto (probe the engine).
-    completions and sglang need `renderer`."""
-    renderer: str | None = Field(None, validate_default=True)
-    """For engines that take token ids only: the model whose chat format this service renders and parses. A Hugging Face name, or a
-    folder with its tokenizer."""
+    engine_api: Annotated[str, Flag("auto|token|completions|sglang|chat")] = "auto"
+    """How to talk to the engines. token: vLLM since 0.24, since 0.30 with --enable-scale-out; token ids in and out, with a weight version
+    per token (0.32) or call. completions: an older vLLM's /v1/completions with ids; sglang: SGLang's /generate; both need `renderer`.
+    chat: any server of /v1/chat/completions. auto: probe each engine. Other installed kinds go by their names."""
+    renderer: Annotated[str | None, Flag("MODEL")] = Field(None, validate_default=True)
+    """For engines that take token ids but no messages: the model whose chat format the service renders and parses. A Hugging Face name, or
+    a folder with its tokenizer."""
     renderer_options: dict[str, Any] = Field(default_factory=dict)
     """Configuration of the renderers package, for example {"name": "qwen3"} for a model whose name it does not know."""
     engine_api_key: SecretStr | None = None
@@ -122,9 +132,10 @@ class Settings(BaseSettings):
     keep_routed_experts: bool = False
     """Store which experts each token was routed to, if the engine reports it (vLLM's --enable-return-routed-experts)."""
 
-    redis: str | None = None
-    """URL of the store: redis://, redis+cluster:// or redis+sentinel://, each also with rediss. Unset: an embedded redis-server with its
-    files in `data_dir`."""
+    redis: Annotated[str | None, Flag("URL")] = None
+    """The store, shared by all processes that serve the same sessions: redis://HOST:PORT/0 of a Redis 6.2 or newer,
+    redis+cluster://HOST:PORT,HOST:PORT, or redis+sentinel://HOST:PORT,HOST:PORT/SERVICE; rediss for TLS. Unset: an embedded redis-server
+    that starts and stops with the service and has its files in `data_dir`."""
     redis_timeout_seconds: float = Field(10.0, gt=0)
     """Timeout for a reply from Redis, including a new connection."""
     redis_retry_seconds: float = Field(10.0, ge=0)
@@ -134,18 +145,19 @@ class Settings(BaseSettings):
     """Replicas that must have a record, a close or an acknowledgement before it counts (WAIT)."""
     redis_wait_aof: bool = False
     """Whether they must also be on disk on the primary and on that many replicas (WAITAOF, Redis 7.2 or newer)."""
-    data_dir: Path = Path("verbatim-data")
-    """Folder for the append-only file of the embedded Redis."""
-    fsync: Literal["everysec", "always"] = "everysec"
-    """When the embedded Redis syncs its file to disk: everysec can lose a second in a power cut, always loses nothing."""
+    data_dir: Annotated[Path, Flag("DIR")] = Path("verbatim-data")
+    """Folder for the append-only file of the embedded Redis; sessions survive a restart with the same one. One service per folder."""
+    fsync: Annotated[Literal["everysec", "always"], Flag()] = "everysec"
+    """When the embedded Redis syncs its file to disk. everysec can lose a second of data on a power failure, or two if Redis is killed
+    while the disk is slow; always loses nothing and is slower."""
 
-    host: str = "127.0.0.1"
-    """Address to listen on."""
-    port: int = Field(8700, ge=0, le=65535)
-    """Port to listen on; 0 takes a free one."""
-    control_port: int | None = Field(None, ge=0, le=65535)
-    """A separate port, on the same address, for the control API, pages, metrics and probes; `port` then serves only harnesses, /healthz and
-    /readyz. 0 takes a free one. Unset: both share `port`."""
+    host: Annotated[str, Flag("HOST")] = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 accepts other machines."""
+    port: Annotated[int, Flag("PORT")] = Field(8700, ge=0, le=65535)
+    """Port to listen on; 0 takes a free one and prints it."""
+    control_port: Annotated[int | None, Flag("PORT")] = Field(None, ge=0, le=65535)
+    """A separate port, on the same address, for the control side: sessions, batches, weights, tasks, pages and metrics. `port` then serves
+    only harnesses, /healthz and /readyz. 0 takes a free one. Unset: both share `port`."""
     public_url: str | None = None
     """The URL at which harnesses reach this service, for the base_urls of new sessions. Unset: taken from the request."""
     admin_token: SecretStr | None = None
@@ -166,12 +178,12 @@ class Settings(BaseSettings):
     """The same for trainer tokens."""
     node_token_file: Path | None = None
     """The same for node tokens."""
-    open: bool = False
-    """Accept every program on this machine without a token or key. Only for a service that listens on loopback."""
-    tls_cert: Path | None = None
-    """PEM file with the certificate and its chain, to serve HTTPS; reread when it changes."""
-    tls_key: Path | None = None
-    """PEM file with the unencrypted key of the certificate."""
+    open: Annotated[bool, Flag()] = False
+    """Accept every program on this machine without a token or key. Only with a loopback `host`."""
+    tls_cert: Annotated[Path | None, Flag("FILE")] = None
+    """Serve HTTPS with the certificate and chain of this PEM file; a renewed one is picked up without a restart."""
+    tls_key: Annotated[Path | None, Flag("FILE")] = None
+    """PEM file with the unencrypted key of that certificate."""
 
     outbound_allow: list[str] | None = None
     """What the service may connect to for a URL that a session or a task names (a lookahead's chooser, a task's callback): networks
@@ -215,9 +227,9 @@ class Settings(BaseSettings):
     image_cache_bytes: int = Field(256 * 2**20, ge=0)
     """Memory in one process for images that were used last; others are read from the store when a call needs them."""
 
-    thinking: Literal["template", "retain"] = "template"
-    """What to do when the chat template drops earlier thinking at a new user turn: branch, so that training sees what the deployed model
-    sees (template), or keep the sampled tokens in context (retain)."""
+    thinking: Annotated[Literal["template", "retain"], Flag()] = "template"
+    """What to do when the chat template drops earlier thinking at a new user turn. template: branch, and train on what the deployed model
+    would see. retain: keep the sampled tokens in context."""
     echo_policy: Literal["strict", "minted"] = "strict"
     """What to do when a harness replays a reply with an edit: branch there (strict), or continue from the sampled tokens if an id minted
     into the reply proves which one is meant, and record the edit as the call's projection (minted). A session may override it."""
@@ -303,10 +315,10 @@ class Settings(BaseSettings):
     retain_check_seconds: float = Field(900.0, gt=0)
     """Interval between retention runs."""
 
-    log_calls: bool = False
-    """Log one line per call: who called, the outcome, the times. Never content."""
-    log_format: Literal["human", "json"] = "human"
-    """Log format: lines for people, or one JSON object per line."""
+    log_calls: Annotated[bool, Flag()] = False
+    """Log one line per call: session, outcome and times, never content."""
+    log_format: Annotated[Literal["human", "json"], Flag()] = "human"
+    """Lines for people, or one JSON object per line."""
     trace_endpoint: str | None = None
     """Full URL to which OpenTelemetry traces of calls are sent by OTLP over HTTP: http://collector:4318/v1/traces. Unset: no traces. The
     SDK's own OTEL_ variables (headers, certificates, service name) apply."""

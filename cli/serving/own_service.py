@@ -16,7 +16,7 @@ from typing import Self
 
 import httpx
 
-from cli.engine_access import KEY_FILE_FLAG, hide_key
+from cli.engine_access import hide_key
 from cli.refusal import CommandError
 from proxy.auth import mint_token
 from proxy.store.embedded import EmbeddedRedis, StoreStartError
@@ -122,8 +122,6 @@ class OwnService:
         # A file of this start alone: the URL is read from it.
         output = self._folder / "serve.out"
         output.unlink(missing_ok=True)
-        if self._key_file is not None:
-            engines += [KEY_FILE_FLAG, str(self._key_file)]
         self._launch(stack, output, "serve", *engines, "--redis", redis_url, "--host", "127.0.0.1", "--port", "0")
         self._await(lambda: self._read_url(output), "verbatim serve did not start")
         self._await(self._is_ready, f"no engine answers at {', '.join(self._engines)} (start it, or correct --engine)")
@@ -139,6 +137,8 @@ class OwnService:
         if name != "serve" or self._key_file is not None:
             # A node calls no engine, and its agents should find no key.
             kept = hide_key(kept)
+        if name == "serve" and self._key_file is not None:
+            kept["VERBATIM_ENGINE_API_KEY_FILE"] = str(self._key_file)
         with (self._logs / f"{name}.log").open("ab") as log, output.open("ab") as stdout:
             child = subprocess.Popen(
                 [sys.executable, "-c", LAUNCH, str(os.getpid()), name, *args],

@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.main import get_command
 
+from cli.main import app
 from cli.node import make_logs_folder
 from cli.service import find_misspelt
 from cli.tables import make_table
+from proxy.settings import Flag, Settings
 from tests.support.documents.settings_in_code import variables
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
@@ -71,6 +74,19 @@ def test_every_flag_of_serve_is_explained(flag: str, serve_help: str) -> None:
     text = re.split(r"\n  (?=-)", options)
     explained = next(part for part in text if part.strip().startswith(flag + " "))
     assert len(explained.split()) > 8, explained
+
+
+def test_a_flag_of_serve_has_the_name_the_default_and_the_text_of_its_setting() -> None:
+    """They stood twice, and the texts of eleven of them differed."""
+    serve = get_command(app).commands["serve"]
+    marked = {
+        name: field for name, field in Settings.model_fields.items() if any(isinstance(each, Flag) for each in field.metadata)
+    }
+    options = {option.name: option for option in serve.params if option.name not in ("workers", "log_level")}
+    assert options.keys() == marked.keys() and {"engine", "engine_api", "redis", "data_dir", "host", "port"} <= marked.keys()
+    assert options["control_port"].opts == ["--control-port"] and options["engine"].multiple and options["open"].is_flag
+    assert options["port"].help == f"{marked['port'].description} Default: 8700.".replace("\n", " ")
+    assert options["engine_api"].help.count("need --renderer") == 1, "other settings are named as they are given"
 
 
 def test_help_tells_of_the_environment_and_the_tokens(serve_help: str) -> None:
