@@ -42,7 +42,6 @@ LEASES = {
 RETENTION = {
     "VERBATIM_RETAIN_SECONDS": "1",
     "VERBATIM_RETAIN_CHECK_SECONDS": "2",
-    "VERBATIM_ARCHIVE_FORMAT": "jsonl",
 }
 """A session goes as soon as no trainer will get it."""
 NAMED = 3

@@ -57,10 +57,9 @@ class ArchiveApi(CommandClient):
         rows = self.get_packed(f"{path}/trajectories", absent=(404, 500), builder=builder)
         if rows == 404:
             return None
-        # A service of an earlier version sends no log, no images and no call that was not served.
-        rest: dict[str, Any] = {"log": page.get("log", ""), "unserved": page.get("unserved")}
+        rest: dict[str, Any] = {"log": page["log"], "unserved": page["unserved"]}
         try:
-            rest["media"] = {digest: self._request("GET", f"{path}/media/{digest}").content for digest in page.get("media", ())}
+            rest["media"] = {digest: self._request("GET", f"{path}/media/{digest}").content for digest in page["media"]}
         except Declined as declined:
             if declined.status == 404:
                 return None

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.options import ServiceUrl, find_missing
+from cli.options import ServiceUrl, check_installed
 from cli.refusal import CommandError
-from reconstruct.extras import how_to_install
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,16 +27,13 @@ if TYPE_CHECKING:
     from reconstruct.records import Call
 
 
+NEEDS = ("pyarrow",)
 CLOSED = ("completed", "failed", "timeout", "cancelled")
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def export(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where the files go. Sessions that are already there are skipped.")],
-    format: Annotated[
-        str,
-        typer.Option(metavar="parquet|jsonl", help=f"parquet needs pyarrow: {how_to_install('archive')}."),
-    ] = "parquet",
     since: Annotated[
         str | None,
         typer.Option(
@@ -72,12 +68,9 @@ def export(
     from rich.console import Console
 
     from cli.archive_api import ArchiveApi
-    from proxy.archive.folder import FORMATS, ArchiveError, ArchiveReader, ArchiveWriter
+    from proxy.archive.folder import ArchiveError, ArchiveReader, ArchiveWriter
 
-    if format not in FORMATS:
-        raise CommandError(f"--format {format!r} is invalid: choose one of {', '.join(FORMATS)}", exit_code=2)
-    if format == "parquet" and find_missing(("pyarrow",)):
-        raise CommandError(f"--format parquet needs pyarrow: {how_to_install('archive')}, or add --format jsonl")
+    check_installed("export", NEEDS, "archive")
     for name in status or ():
         if name not in CLOSED:
             raise CommandError(f"--status {name!r} is invalid: choose from {', '.join(CLOSED)}", exit_code=2)
@@ -85,7 +78,7 @@ def export(
     console = Console(stderr=True)
     with ArchiveApi(url) as api:
         try:
-            with ArchiveWriter(out, format=format, builder=builder) as writer:  # type: ignore[arg-type]
+            with ArchiveWriter(out, builder=builder) as writer:
                 totals = _export(api, writer, wanted, console)
             written = None if pairs is None else write_pairs(ArchiveReader(out), pairs)
         except (ArchiveError, OSError) as error:
@@ -261,10 +254,9 @@ def import_sessions(
     from cli.archive_api import ArchiveApi
     from proxy.archive.folder import ArchiveError, ArchiveReader
 
+    check_installed("import", NEEDS, "archive")
     try:
         reader = ArchiveReader(folder)
-        if "parquet" in reader.formats and find_missing(("pyarrow",)):
-            raise CommandError(f"{folder} is in Parquet, which needs pyarrow: {how_to_install('archive')}")
         with ArchiveApi(url) as api:
             counted = _import(api, reader, deliver, Console(stderr=True))
     except (ArchiveError, OSError) as error:

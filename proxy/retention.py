@@ -152,7 +152,7 @@ class Retention:
         states = await self._fix_rewards(batch)
         folder = self._settings.archive_dir
         if folder is not None:
-            writer = ArchiveWriter(folder, format=self._settings.archive_format, known=self._known)
+            writer = ArchiveWriter(folder, known=self._known)
             await asyncio.to_thread(writer.__enter__)
             try:
                 if not await self._archive(writer, states, cleared):

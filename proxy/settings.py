@@ -302,9 +302,7 @@ class Settings(BaseSettings):
     """Deliveries of one group before it becomes a dead letter."""
 
     archive_dir: Path | None = None
-    """Folder where retention archives sessions before it deletes them, in the format that `verbatim import` reads."""
-    archive_format: Literal["parquet", "jsonl"] = Field("parquet", validate_default=True)
-    """File format of the archive; parquet needs pyarrow."""
+    """Folder where retention archives sessions before it deletes them, as `verbatim import` reads them. Needs pyarrow."""
     retain_without_archive: bool = False
     """Let retention delete sessions that are not archived."""
     retain_seconds: float | None = Field(None, gt=0)
@@ -460,9 +458,9 @@ class Settings(BaseSettings):
             )
         return limit
 
-    @field_validator("archive_format")
+    @field_validator("archive_dir")
     @classmethod
-    def _check_archive_format(cls, chosen: str, others: ValidationInfo) -> str:
-        if chosen == "parquet" and others.data.get("archive_dir") and find_spec("pyarrow") is None:
-            raise ValueError(f"pyarrow is missing: {how_to_install('archive')}, or choose jsonl")
-        return chosen
+    def _check_archive_dir(cls, folder: Path | None) -> Path | None:
+        if folder is not None and find_spec("pyarrow") is None:
+            raise ValueError(f"pyarrow is missing: {how_to_install('archive')}")
+        return folder

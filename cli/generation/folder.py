@@ -134,7 +134,7 @@ class GenerationFolder:
     def _read_rows(self, table: str, columns: list[str]) -> Iterator[dict[str, Any]]:
         for part in self._writer.manifest["parts"]:
             if (entry := part["files"].get(table)) is not None:
-                yield from read_table(self.path / "accepted" / entry["name"], table, columns)
+                yield from read_table(self.path / "accepted" / entry["name"], columns)
 
     def _read_id(self) -> str:
         """The generation's id, written first if the folder is new."""

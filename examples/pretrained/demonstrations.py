@@ -54,7 +54,7 @@ def read_demonstrations(generated: Path) -> Batch:
     """The accepted rows of a folder that `verbatim generate` wrote, a group for each exercise; those that failed come again."""
     folder = generated / "accepted"
     parts = [part["files"]["trajectories"]["name"] for part in ArchiveReader(folder).parts if "trajectories" in part["files"]]
-    rows = [row for name in parts for row in read_table(folder / name, "trajectories")]
+    rows = [row for name in parts for row in read_table(folder / name)]
     exercises: dict[str, list[Trajectory]] = defaultdict(list)
     for row in rows:
         decoded = decode_trajectory({**row, **_load_json(row)})

@@ -5,30 +5,22 @@
 A part is written file by file, each there whole or not at all, and counts once the manifest, replaced last, lists it. The next writer
 removes what a killed one left unlisted. A session is in the folder once (`ArchiveWriter.holds`), and so is an image, in the part of the
 first session that has it. A lock on the folder admits one writer at a time.
-
-A folder whose archive has an older schema gets its further sessions in `schema-<version>` below it, an archive by itself; a reader reads
-both.
 """
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal, Self, get_args
-
-import numpy as np
+from typing import IO, Any, Self
 
 from proxy.archive.tables import (
-    READ_VERSIONS,
     SCHEMA,
     SCHEMA_VERSION,
     TABLES,
@@ -41,11 +33,6 @@ from proxy.archive.tables import (
     session_of,
 )
 
-log = logging.getLogger(__name__)
-
-Format = Literal["parquet", "jsonl"]
-FORMATS: tuple[str, ...] = get_args(Format)
-
 MANIFEST = "manifest.json"
 LOCK = ".lock"
 PART_BYTES = 32 * 2**20
@@ -54,12 +41,7 @@ PART_SESSIONS = 1000
 ROW_GROUP_ROWS = 256
 """Readers of Parquet load a whole row group, and a long session's row has megabytes."""
 
-SPELLED_ITEMS = 1_024
-"""Items of a list that are encoded in one go."""
-
 Key = tuple[str, float]
-FileSet = tuple[Path, dict[str, Any]]
-"""A folder of parts, and its manifest."""
 KNOWN_COLUMNS = ["session_id", "created_at", "reward", "per_call", "per_branch"]
 
 
@@ -72,17 +54,15 @@ class FolderBusy(ArchiveError):
 
 
 class ArchiveReader:
-    """The parts that the manifests of `folder` list, those of the oldest schema first. `manifest` is that of the newest. Raises
-    ArchiveError when there is none, or one that this build does not read."""
+    """The parts that the manifest of `folder` lists. Raises ArchiveError when there is none, or one that this build does not read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        sets = list_sets(folder)
-        if not sets:
+        manifest = read_manifest(folder)
+        if manifest is None:
             raise ArchiveError(f"{folder} holds no archive: it has no {MANIFEST}")
-        self.manifest = sets[-1][1]
-        self.formats = {manifest["format"] for _, manifest in sets}
-        self.parts = [{**part, "folder": place} for place, manifest in sets for part in manifest["parts"]]
+        self.manifest = manifest
+        self.parts: list[dict[str, Any]] = manifest["parts"]
         self._images: dict[str, int] | None = None
 
     def sessions(self) -> Iterator[ArchivedSession]:
@@ -106,9 +86,9 @@ class ArchiveReader:
 
     def _load_media(self, session: Row) -> dict[str, bytes]:
         """The session's images, from whichever parts have them."""
-        wanted = set(session.get("media") or ())
+        wanted = set(session["media"])
         if wanted and self._images is None:
-            listed = ((at, read_digests(part["folder"], part)) for at, part in enumerate(self.parts))
+            listed = ((at, read_digests(self.folder, part)) for at, part in enumerate(self.parts))
             self._images = {digest: at for at, digests in listed for digest in digests}
         found: dict[str, bytes] = {}
         for at in sorted({(self._images or {}).get(digest, -1) for digest in wanted} - {-1}):
@@ -122,15 +102,15 @@ class ArchiveReader:
         entry = part["files"].get(table)
         if entry is None:
             return []
-        path = part["folder"] / entry["name"]
+        path = self.folder / entry["name"]
         if not path.is_file() or digest_of(path) != entry["sha256"]:
             raise ArchiveError(f"{path} is missing or was changed: its checksum is not the one in {MANIFEST}")
-        return read_table(path, table)
+        return read_table(path)
 
 
 class KnownSessions:
-    """The sessions in a folder, by their keys, with the hash of their rewards, and the digests of the images in its newest file set,
-    about a hundred bytes each. Reads each part once."""
+    """The sessions in a folder, by their keys, with the hash of their rewards, and the digests of its images, about a
+    hundred bytes each. Reads each part once."""
 
     def __init__(self) -> None:
         self._forget()
@@ -140,18 +120,16 @@ class KnownSessions:
         self._rewards: dict[Key, int] = {}
         self._parts: set[str] = set()
 
-    def read(self, sets: Sequence[FileSet]) -> None:
-        parts = [(folder, part) for folder, manifest in sets for part in manifest["parts"]]
-        if self._parts - {part["files"]["sessions"]["sha256"] for _, part in parts}:
+    def read(self, folder: Path, parts: Sequence[dict[str, Any]]) -> None:
+        if self._parts - {part["files"]["sessions"]["sha256"] for part in parts}:
             # The folder was moved away: what its parts hold is not in the one that took its place.
             self._forget()
-        for folder, part in parts:
+        for part in parts:
             if part["files"]["sessions"]["sha256"] not in self._parts:
                 path = folder / part["files"]["sessions"]["name"]
-                rows = read_table(path, "sessions", KNOWN_COLUMNS)
+                rows = read_table(path, KNOWN_COLUMNS)
                 rewards = {(row["session_id"], row["created_at"]): rewards_of(row) for row in rows}
-                # Each file set has the images of its own sessions.
-                self.add(part, rewards, read_digests(folder, part) if folder == sets[-1][0] else ())
+                self.add(part, rewards, read_digests(folder, part))
 
     def add(self, part: dict[str, Any], rewards: Mapping[Key, Rewards], images: Iterable[str]) -> None:
         self._parts.add(part["files"]["sessions"]["sha256"])
@@ -170,17 +148,11 @@ class KnownSessions:
 
 
 class ArchiveWriter:
-    """Adds sessions to `folder`, which it creates if missing; use it in a `with` block.
+    """Adds sessions to `folder`, which it creates if missing; use it in a `with` block. Raises FolderBusy while another process writes,
+    and ArchiveError when the folder holds an archive of another builder."""
 
-    Where the folder holds an archive of an older schema, the sessions go into `schema-<version>` below it, which then is its `folder`.
-    Raises FolderBusy while another process writes, and ArchiveError when the folder holds an archive of another format or builder.
-    """
-
-    def __init__(
-        self, folder: Path, *, format: Format = "parquet", builder: str = "merged", known: KnownSessions | None = None
-    ) -> None:
+    def __init__(self, folder: Path, *, builder: str = "merged", known: KnownSessions | None = None) -> None:
         self.folder = folder
-        self.format = format
         self.builder = builder
         self.known = known if known is not None else KnownSessions()
         self._waiting: dict[Key, ArchivedSession] = {}
@@ -191,13 +163,9 @@ class ArchiveWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.folder)
         try:
-            sets = list_sets(self.folder)
-            earlier = [each for each in sets if each[1]["schema_version"] < SCHEMA_VERSION]
-            if earlier:
-                self.folder = self._enter_set(self.folder, earlier[-1])
             self.manifest = self._load_manifest()
             self._clear_leftovers()
-            self.known.read([*earlier, (self.folder, self.manifest)])
+            self.known.read(self.folder, self.manifest["parts"])
         except BaseException:
             # Ctrl-C in `verbatim export` too: without `__exit__` the folder would stay locked.
             self._lock.close()
@@ -252,9 +220,7 @@ class ArchiveWriter:
         new = {row["digest"]: row for row in rows["media"] if row["digest"] not in self.known.images}
         rows["media"] = list(new.values())
         files = {
-            table: write_table(self.folder / f"{table}-{number}.{self.format}", table, made)
-            for table, made in rows.items()
-            if made
+            table: write_table(self.folder / f"{table}-{number}.parquet", table, made) for table, made in rows.items() if made
         }
         counts = {table: len(made) for table, made in rows.items()}
         return {"name": number, **counts, "tokens": sum(len(row["token_ids"]) for row in rows["trajectories"]), "files": files}
@@ -264,41 +230,23 @@ class ArchiveWriter:
         text = json.dumps(self.manifest, indent=1) + "\n"
         write_whole(self.folder / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
 
-    def _enter_set(self, folder: Path, earlier: FileSet) -> Path:
-        """The folder of this build's schema below `folder`, whose sessions end with those of `earlier`."""
-        own = folder / f"schema-{SCHEMA_VERSION}"
-        if not own.exists():
-            place, manifest = earlier
-            log.warning("%s has archive schema %d: further sessions go into %s", place, manifest["schema_version"], own)
-            own.mkdir()
-        return own
-
     def _load_manifest(self) -> dict[str, Any]:
         manifest = read_manifest(self.folder)
         if manifest is None:
             now = time.time()
-            start = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "format": self.format, "builder": self.builder}
+            start = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "builder": self.builder}
             return {**start, "complete": False, "created_at": now, "updated_at": now, "filters": {}, "parts": []}
-        for name, wanted in (("format", self.format), ("builder", self.builder), ("schema_version", SCHEMA_VERSION)):
-            if manifest[name] != wanted:
-                raise ArchiveError(f"{self.folder} holds an archive whose {name} is {manifest[name]}, not {wanted}")
+        if manifest["builder"] != self.builder:
+            raise ArchiveError(f"{self.folder} holds an archive whose builder is {manifest['builder']}, not {self.builder}")
         return manifest
 
     def _clear_leftovers(self) -> None:
-        following = [f"{table}-{len(self.manifest['parts']):06d}.{self.format}" for table in TABLES]
+        following = [f"{table}-{len(self.manifest['parts']):06d}.parquet" for table in TABLES]
         for name in following:
             (self.folder / name).unlink(missing_ok=True)
         for name in (MANIFEST, *following):
             for path in self.folder.glob(f".{name}.*.part"):
                 path.unlink()
-
-
-def list_sets(folder: Path) -> list[FileSet]:
-    """The archive in `folder`, and those of later schemas below it, the oldest schema first. Raises as `read_manifest`."""
-    below = [path for path in folder.glob("schema-*") if path.name.removeprefix("schema-").isdecimal()]
-    places = [folder, *sorted(below, key=lambda path: int(path.name.removeprefix("schema-")))]
-    found = [(place, read_manifest(place)) for place in places]
-    return [(place, manifest) for place, manifest in found if manifest is not None]
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -312,16 +260,15 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
         raise ArchiveError(f"{folder / MANIFEST} is not the manifest of an archive of sessions")
     version = manifest.get("schema_version")
-    if type(version) is not int or version not in READ_VERSIONS:
-        known = ", ".join(map(str, READ_VERSIONS))
-        raise ArchiveError(f"{folder} holds an archive of schema version {version}; this build reads {known}")
+    if version != SCHEMA_VERSION:
+        raise ArchiveError(f"{folder} holds an archive of schema version {version}; this build reads {SCHEMA_VERSION}")
     return manifest
 
 
 def read_digests(folder: Path, part: dict[str, Any]) -> set[str]:
     """Those of the images in the part."""
     entry = part["files"].get("media")
-    return set() if entry is None else {row["digest"] for row in read_table(folder / entry["name"], "media", ["digest"])}
+    return set() if entry is None else {row["digest"] for row in read_table(folder / entry["name"], ["digest"])}
 
 
 def _lock(folder: Path) -> IO[str]:
@@ -335,9 +282,12 @@ def _lock(folder: Path) -> IO[str]:
 
 
 def write_table(path: Path, table: str, rows: Sequence[Row]) -> dict[str, Any]:
-    """Writes `rows` to `path`, whose suffix is the format. Returns `{name, bytes, sha256}`."""
-    write = _write_parquet if path.suffix == ".parquet" else _write_jsonl
-    return write_whole(path, lambda temporary: write(temporary, table, rows))
+    """Writes `rows` to `path`. Returns `{name, bytes, sha256}`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    made = pa.Table.from_pylist(list(rows), schema=arrow_schema(table))
+    return write_whole(path, lambda at: pq.write_table(made, at, compression="zstd", row_group_size=ROW_GROUP_ROWS))
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> dict[str, Any]:
@@ -357,60 +307,17 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> dict[str, Any]:
     return {"name": path.name, "bytes": size, "sha256": digest}
 
 
-def read_table(path: Path, table: str, columns: Sequence[str] | None = None) -> list[Row]:
+def read_table(path: Path, columns: Sequence[str] | None = None) -> list[Row]:
     """The rows of a file that `write_table` wrote, or only these columns."""
-    if path.suffix == ".parquet":
-        import pyarrow.parquet as pq
+    import pyarrow.parquet as pq
 
-        rows: list[Row] = pq.read_table(path, columns=columns).to_pylist()
-        return rows
-    return list(_read_jsonl(path, table, columns or list(TABLES[table])))
+    rows: list[Row] = pq.read_table(path, columns=columns).to_pylist()
+    return rows
 
 
 def digest_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_parquet(path: Path, table: str, rows: Sequence[Row]) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    made = pa.Table.from_pylist(list(rows), schema=arrow_schema(table))
-    pq.write_table(made, path, compression="zstd", row_group_size=ROW_GROUP_ROWS)
-
-
-def _write_jsonl(path: Path, table: str, rows: Sequence[Row]) -> None:
-    with path.open("wb") as file:
-        for row in rows:
-            file.write(b"{")
-            for place, name in enumerate(TABLES[table]):
-                file.write(b'%b"%b": ' % (b", " if place else b"", name.encode()))
-                file.writelines(spell(row[name]))
-            file.write(b"}\n")
-
-
-def spell(value: Any) -> Iterator[bytes]:
-    """The value as JSON, a list in pieces: an encoder holds Python's lock until it returns."""
-    if isinstance(value, (np.ndarray, list)):
-        yield b"["
-        for start in range(0, len(value), SPELLED_ITEMS):
-            piece = value[start : start + SPELLED_ITEMS]
-            items = piece if isinstance(piece, list) else piece.tolist()
-            yield b"," * bool(start) + json.dumps(items, separators=(",", ":")).encode()[1:-1]
-        yield b"]"
-    elif isinstance(value, bytes):
-        yield b'"%b"' % base64.b64encode(value)
-    else:
-        yield json.dumps(value, separators=(",", ":")).encode()
-
-
-def _read_jsonl(path: Path, table: str, columns: Sequence[str]) -> Iterator[Row]:
-    binary = [name for name in columns if TABLES[table][name] == "binary"]
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            row = json.loads(line)
-            yield {name: row.get(name) for name in columns} | {name: base64.b64decode(row[name]) for name in binary}
 
 
 def _sync_folder(folder: Path) -> None:

@@ -3,11 +3,6 @@
 `trajectories` has one row per training row, `sessions` one per session, `records` one per call in the store's encoding, `media` one per
 image, which several sessions may have. Columns of kind `json` hold JSON text: their objects differ from row to row, which no column type
 survives. A changed column is a new SCHEMA_VERSION.
-
-Version 2 adds a row's logprob mode, token details and policy; version 3 whether a session is trained; version 4 the source of a row's
-role, and a session's echo policy, budget, dangling calls and completeness; version 5 a row's text and tools; version 6 what a session
-replays, its replayed tokens, and its log; version 7 images, and how a session looks ahead; version 8 the last call that was not served;
-version 9 the modes of a row's logprobs, in place of one mode. The versions read alike otherwise.
 """
 
 from __future__ import annotations
@@ -27,7 +22,6 @@ Rewards = tuple[float | None, tuple[tuple[str, float], ...], tuple[tuple[str, fl
 
 SCHEMA = "verbatim-archive"
 SCHEMA_VERSION = 9
-READ_VERSIONS = (1, 2, 3, 4, 5, 6, 7, 8, 9)
 
 TRAJECTORIES = {
     "trajectory_id": "string",
@@ -109,11 +103,10 @@ TABLES = {"sessions": SESSIONS, "records": RECORDS, "trajectories": TRAJECTORIES
 
 _ARRAYS = {"token_ids": "<i4", "loss_mask": "i1", "logprobs": "<f4"}
 _DETAILS = {"top_token_ids": "<i4", "top_logprobs": "<f4", "prompt_logprobs": "<f4", "routed_experts": "<i2"}
-_JSON = ("per_call", "per_branch", "reward_metadata", "metadata", "sampling", "intents")
-_BUDGET = ("max_calls", "max_completion_tokens", "max_total_tokens")
+_JSON = ("per_call", "per_branch", "reward_metadata", "metadata", "sampling", "replay", "lookahead", "intents")
 _PLAIN = (
     *("session_id", "created_at", "closed_at", "updated_at", "status", "task_id", "group_id", "group_size", "reward"),
-    *("error", "calls"),
+    *("error", "calls", "trained", "echo_policy", "max_calls", "max_completion_tokens", "max_total_tokens"),
 )
 
 
@@ -180,20 +173,15 @@ def rows_of(session: ArchivedSession) -> dict[str, list[Row]]:
 def session_of(row: Row, records: Sequence[Row], media: Mapping[str, bytes]) -> ArchivedSession:
     """The session of one row of `sessions`, its rows of `records` and its images. Without trajectories, which follow from the records."""
     state = {name: row[name] for name in _PLAIN} | {name: json.loads(row[name]) for name in _JSON}
-    # Archives of earlier versions lack these.
-    state["trained"] = row.get("trained") is not False
-    state["echo_policy"] = row.get("echo_policy") or "strict"
-    state |= {name: row.get(name) for name in _BUDGET}
-    state |= {name: json.loads(row.get(name) or "null") for name in ("replay", "lookahead")}
     ordered = sorted(records, key=lambda record: record["position"])
     return ArchivedSession(
         state={name: value for name, value in state.items() if name != "intents"},
         records=[(record["call_id"], record["record"]) for record in ordered],
         delivered=row["delivered"],
         intents=state["intents"],
-        log=row.get("log") or "",
+        log=row["log"] or "",
         media=media,
-        unserved=json.loads(row.get("unserved") or "null"),
+        unserved=json.loads(row["unserved"]),
     )
 
 
@@ -215,13 +203,7 @@ def _session_row(session: ArchivedSession) -> Row:
     return {
         **{name: state[name] for name in _PLAIN},
         **{name: _dump(state[name]) for name in _JSON if name != "intents"},
-        # Missing when the service exporting it is of an earlier build.
-        "trained": state.get("trained"),
-        "echo_policy": state.get("echo_policy"),
-        **{name: state.get(name) for name in _BUDGET},
-        "replay": _dump(state.get("replay")),
-        "lookahead": _dump(state.get("lookahead")),
-        "unserved": None if session.unserved is None else _dump(session.unserved),
+        "unserved": _dump(session.unserved),
         "intents": _dump(list(session.intents)),
         "delivered": sorted(session.delivered),
         "sampled_tokens": accounting.get("sampled_tokens"),
@@ -243,13 +225,12 @@ def _trajectory_row(row: Mapping[str, Any], state: Mapping[str, Any]) -> Row:
         **{name: _detail(row.get(name), dtype) for name, dtype in _DETAILS.items()},
         "metadata": _dump(row["metadata"]),
         "logprob_modes": _dump(row["logprob_modes"]),
-        # Missing when the service exporting it is of an earlier build.
-        "media": _dump(row.get("media", [])),
+        "media": _dump(row["media"]),
         "text": row.get("text"),
         "tools": None if row.get("tools") is None else _dump(row["tools"]),
         "session_status": state["status"],
         "session_reward": state["reward"],
-        "session_trained": state.get("trained"),
+        "session_trained": state["trained"],
         "group_size": state["group_size"],
         "reward_metadata": _dump(state["reward_metadata"]),
         "created_at": state["created_at"],

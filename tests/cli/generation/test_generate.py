@@ -114,7 +114,7 @@ def test_attempts_are_made_until_one_is_accepted_which_becomes_rows_and_messages
     ]
     kept = attempts[-1]["session_id"]
     assert (conversation["session_id"], conversation["reward"], conversation["metadata"]["from"]) == (kept, 1.0, "a")
-    (row,) = read_table(out / "accepted" / "trajectories-000000.parquet", "trajectories")
+    (row,) = read_table(out / "accepted" / "trajectories-000000.parquet")
     assert (row["session_id"], row["reward"]) == (kept, 1.0) and sum(row["loss_mask"]) == attempts[-1]["tokens"]
     assert row["text"].endswith("hello world<|im_end|>") and "<|im_start|>user\nhello<|im_end|>" in row["text"]
     assert ArchiveReader(out / "accepted").manifest["complete"] is True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import os
@@ -20,7 +19,6 @@ from typing import Any
 
 import msgpack
 import msgspec
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from openai import AuthenticationError, InternalServerError
@@ -29,8 +27,8 @@ from typer.testing import CliRunner
 from cli.main import app
 from cli.refusal import CommandError
 from proxy.api.sessions import session_as_wire, session_from_wire
-from proxy.archive.folder import SPELLED_ITEMS, ArchiveReader, ArchiveWriter, KnownSessions, read_table, write_table
-from proxy.archive.tables import SCHEMA_VERSION, TABLES, arrow_schema, session_of
+from proxy.archive.folder import ArchiveReader, ArchiveWriter, KnownSessions, read_table
+from proxy.archive.tables import SCHEMA_VERSION, TABLES, arrow_schema
 from proxy.errors import Conflict
 from proxy.store.archive import ArchiveStore
 from proxy.store.groups import GroupRule
@@ -132,7 +130,7 @@ def imported(service: RunningService, folder: Path, *args: str) -> str:
 
 def table(folder: Path, name: str) -> list[dict[str, Any]]:
     """The rows of one table in all its parts, in order."""
-    return [row for path in sorted(folder.glob(f"{name}-*")) for row in read_table(path, name)]
+    return [row for path in sorted(folder.glob(f"{name}-*")) for row in read_table(path)]
 
 
 def talked(
@@ -223,31 +221,18 @@ def test_the_files_say_their_version_and_the_types_that_datasets_should_use(serv
     assert (manifest["schema_version"], manifest["complete"], manifest["builder"]) == (SCHEMA_VERSION, True, "merged")
 
 
-def test_json_lines_hold_the_same_rows(service: RunningService, tmp_path: Path) -> None:
-    talked(service)
-    walked(service, 3)
-    pictured(service, picture())
-    export(service, tmp_path / "parquet")
-    export(service, tmp_path / "jsonl", "--format", "jsonl")
-    for name in TABLES:
-        assert table(tmp_path / "jsonl", name) == table(tmp_path / "parquet", name)
-    line = json.loads((tmp_path / "jsonl/records-000000.jsonl").read_text().splitlines()[0])
-    assert base64.b64decode(line["record"])
-
-
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_what_an_export_holds_comes_back_as_it_was(
-    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path, kind: str
+    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
 ) -> None:
     sessions = [*(walked(service, seed) for seed in range(3)), pictured(service, picture()).session_id]
     talked(service, reward=None, group_id="waiting", group_size=2)
     talked(service, status="failed", error="it broke")
     log = {"text": "$ agent --print\nAll \u65e5\u672c done.\n"}
     assert service.request("PUT", f"/sessions/{sessions[0]}/log", json=log).status_code == 204
-    export(service, tmp_path / "first", "--format", kind)
+    export(service, tmp_path / "first")
     with elsewhere(engine, other_redis) as second:
         assert imported(second, tmp_path / "first") == f"imported 6 sessions from {tmp_path / 'first'}\n"
-        export(second, tmp_path / "second", "--format", kind)
+        export(second, tmp_path / "second")
         for name in TABLES:
             rows = table(tmp_path / "first", name)
             assert rows and table(tmp_path / "second", name) == rows
@@ -270,7 +255,7 @@ def test_an_export_has_the_preference_pairs_of_lookaheads(
     session.close("failed")
     file = tmp_path / "pairs.jsonl"
     for _ in range(2):
-        told = export(service, tmp_path / "out", "--format", "jsonl", "--pairs", str(file))
+        told = export(service, tmp_path / "out", "--pairs", str(file))
         assert f"preference pairs to {file}" in told
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     assert len(lines) == (1 if calls[0]["reply"]["content"] == "same" else 2)
@@ -299,11 +284,11 @@ def test_a_fork_has_the_pairs_that_it_sampled_after_what_it_replays(
     for session in (origin, fork):
         session.close("failed")
     file = tmp_path / "pairs.jsonl"
-    export(service, tmp_path / "forks", "--format", "jsonl", "--group", "forks", "--pairs", str(file))
+    export(service, tmp_path / "forks", "--group", "forks", "--pairs", str(file))
     (line,) = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     assert line["prompt"] == asked and line["prompt_ids"] == sampled[0]["prompt_ids"]
     assert {line["chosen_call_id"], line["rejected_call_id"]} == {call["call_id"] for call in sampled}
-    export(service, tmp_path / "all", "--format", "jsonl", "--pairs", str(file))
+    export(service, tmp_path / "all", "--pairs", str(file))
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     owners = {line["session_id"]: line["chosen_call_id"] for line in lines}
     assert len(lines) == 2 and owners[origin.session_id] == replayed["call_id"]
@@ -568,16 +553,15 @@ async def test_dangling_calls_and_damaged_records_come_back_as_what_they_are(
             assert table(tmp_path / "second", name) == table(tmp_path / "first", name)
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_an_image_is_in_a_folder_once_whatever_sessions_have_it(
-    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path, kind: str
+    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
 ) -> None:
     red, blue = picture("red"), picture("blue")
     names = {hashlib.sha256(data).hexdigest(): data for data in (red, blue)}
     first = pictured(service, red, blue)
-    export(service, tmp_path, "--format", kind)
+    export(service, tmp_path)
     other = pictured(service, blue, red)
-    export(service, tmp_path, "--format", kind)
+    export(service, tmp_path)
     assert {row["digest"]: row["data"] for row in table(tmp_path, "media")} == names and len(table(tmp_path, "media")) == 2
     found = ArchiveReader(tmp_path).find(other.session_id)
     assert found is not None and found.media == names
@@ -671,11 +655,9 @@ def test_an_export_can_have_a_row_for_each_call(service: RunningService, tmp_pat
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
-        (("--format", "csv"), 2, "--format 'csv' is invalid"),
         (("--since", "yesterday"), 2, "--since 'yesterday' is invalid"),
         (("--status", "open"), 2, "--status 'open' is invalid"),
         (("--builder", "best"), 1, "no builder is named 'best'"),
-        (("--format", "jsonl"), 1, "whose format is parquet, not jsonl"),
         (("--builder", "per_call"), 1, "whose builder is merged, not per_call"),
     ],
 )
@@ -689,54 +671,13 @@ def test_an_export_that_cannot_be_made_is_refused(
     assert refused.returncode == code and said in refused.stderr and "Traceback" not in refused.stderr
 
 
-def test_an_archive_of_version_1_is_imported_and_gets_its_further_sessions_in_a_folder_below(
-    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its sessions and records are what they were, in fewer columns. An export every night failed until somebody moved the folder."""
-    session_id = talked(service).session_id
-    export(service, tmp_path, "--format", "jsonl")
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    files = manifest["parts"][0]["files"]
-    (row,) = table(tmp_path, "sessions")
-    old = {name: value for name, value in row.items() if name not in ("trained", "echo_policy", "max_calls", "log")}
-    text = json.dumps(old) + "\n"
-    (tmp_path / files["sessions"]["name"]).write_text(text)
-    files["sessions"]["sha256"] = hashlib.sha256(text.encode()).hexdigest()
-    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "schema_version": 1}))
-    further = talked(service).session_id
-    below = tmp_path / f"schema-{SCHEMA_VERSION}"
-    nightly = command(service, "export", "--format", "jsonl", "--out", str(tmp_path))
-    assert nightly.returncode == 0 and f"further sessions go into {below}" in caplog.text
-    assert "exported 1 sessions" in nightly.stdout and f"to {below}; 1 were there already" in nightly.stdout
-    last = talked(service).session_id
-    again = command(service, "export", "--format", "jsonl", "--out", str(tmp_path))
-    assert (again.returncode, again.stderr) == (0, "") and "exported 1 sessions" in again.stdout
-    assert [row["session_id"] for row in table(below, "sessions")] == [further, last]
-    assert json.loads((tmp_path / "manifest.json").read_text()) == {**manifest, "schema_version": 1}
-    assert sorted(session.state["session_id"] for session in ArchiveReader(tmp_path).sessions()) == sorted(
-        [session_id, further, last]
-    )
-    with elsewhere(engine, other_redis) as other:
-        imported(other, tmp_path)
-        for each in (session_id, further, last):
-            assert other.request("GET", f"/sessions/{each}").json()["status"] == "completed"
-
-
-def test_of_an_old_archive_every_session_is_one_that_trainers_get(service: RunningService, tmp_path: Path) -> None:
-    talked(service)
-    export(service, tmp_path)
-    (row,) = table(tmp_path, "sessions")
-    for old in ({name: value for name, value in row.items() if name != "trained"}, {**row, "trained": None}):
-        assert session_of(old, table(tmp_path, "records"), {}).state["trained"] is True
-
-
 def test_a_folder_that_is_no_archive_or_was_changed_is_not_imported(service: RunningService, tmp_path: Path) -> None:
     refused = command(service, "import", str(tmp_path))
     assert refused.returncode == 1 and "holds no archive" in refused.stderr
     talked(service)
-    export(service, tmp_path, "--format", "jsonl")
-    with (tmp_path / "records-000000.jsonl").open("a") as file:
-        file.write("\n")
+    export(service, tmp_path)
+    with (tmp_path / "records-000000.parquet").open("ab") as file:
+        file.write(b"\n")
     refused = command(service, "import", str(tmp_path))
     assert refused.returncode == 1 and "is missing or was changed" in refused.stderr
 
@@ -852,20 +793,3 @@ def test_a_part_is_written_as_soon_as_it_is_full(
         reader = ArchiveReader(tmp_path / name)
         assert [part["sessions"] for part in reader.parts] == sizes
         assert [session.state["session_id"] for session in reader.sessions()] == list(reversed(ids))
-
-
-def test_a_long_row_is_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The old bug: one row of 50,000 tokens held Python's lock for 50 ms, and the event loop with it."""
-    encode, sizes = json.dumps, []
-
-    def counted(value: Any, **options: Any) -> str:
-        sizes.append(len(value) if isinstance(value, list) else 1)
-        return encode(value, **options)
-
-    monkeypatch.setattr("proxy.archive.folder.json.dumps", counted)
-    ids = np.arange(3 * SPELLED_ITEMS + 1, dtype=np.int32)
-    row = dict.fromkeys(TABLES["trajectories"]) | {"token_ids": ids, "logprobs": ids.astype(np.float32), "agent": "half \ud800"}
-    write_table(tmp_path / "rows.jsonl", "trajectories", [row])
-    (line,) = (tmp_path / "rows.jsonl").read_text().splitlines()
-    assert json.loads(line) == row | {"token_ids": ids.tolist(), "logprobs": ids.tolist()}
-    assert max(sizes) == SPELLED_ITEMS

@@ -76,7 +76,7 @@ async def test_old_sessions_that_were_delivered_go_into_the_archive_and_out_of_t
         await kept.ack_all()
         cleared = await kept.retention.run_once()
         assert (cleared.archived, cleared.deleted, kept.archived, await kept.listed()) == (2, 2, ["a", "b"], set())
-        archived = read_table(tmp_path / "trajectories-000000.parquet", "trajectories")
+        archived = read_table(tmp_path / "trajectories-000000.parquet")
         assert {name: archived[0][name] for name in rows[0]} | {
             "metadata": {},
             "media": json.loads(archived[0]["media"]),
@@ -93,7 +93,7 @@ async def test_what_the_service_does_not_train_is_not_trained_in_the_archive(red
         told = (await kept.service.admin.get("/sessions/a/trajectories")).json()["accounting"]
         assert told["sampled_tokens"] > 0 == told["exported_tokens"]
         assert (await kept.retention.run_once()).ids == ["a"]
-        (session,) = read_table(tmp_path / "sessions-000000.parquet", "sessions")
+        (session,) = read_table(tmp_path / "sessions-000000.parquet")
         archived = {name: session[name] for name in told}
         assert {**archived, "quarantined": json.loads(archived["quarantined"])} == told
 
@@ -213,7 +213,7 @@ async def until(happened: Callable[[], Awaitable[bool]]) -> None:
 async def test_many_processes_archive_each_session_once(redis_url: str, tmp_path: Path) -> None:
     """Four services clear at the same time while sessions are closed and acknowledged."""
     async with AsyncExitStack() as stack:
-        keepers = [await keeper(stack, redis_url, tmp_path, archive_format="jsonl") for _ in range(4)]
+        keepers = [await keeper(stack, redis_url, tmp_path) for _ in range(4)]
         ended = False
 
         async def clear(kept: Keeper) -> int:
