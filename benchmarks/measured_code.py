@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("proxy", "reconstruct", "trainer_client", "cli")
+FOLDERS = ("contract", "proxy", "reconstruct", "trainer_client", "cli")
 SUFFIXES = (".py", ".lua")
 
 

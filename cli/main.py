@@ -30,6 +30,7 @@ from cli import (
 )
 from cli.options import installed_version
 from cli.refusal import CommandError
+from contract.plugins import PluginError
 
 app = typer.Typer(
     name="verbatim",
@@ -78,12 +79,12 @@ def main() -> None:
     """Run the command. Exit codes: 0 success, 1 failure with one sentence on stderr, 2 usage error."""
     try:
         app()
-    except CommandError as refusal:
+    except (CommandError, PluginError) as refusal:
         from cli.feedback import remove_controls
 
         # It may quote what an agent printed.
         print(f"verbatim: {remove_controls(str(refusal))}", file=sys.stderr)  # noqa: T201
-        sys.exit(refusal.exit_code)
+        sys.exit(refusal.exit_code if isinstance(refusal, CommandError) else 1)
 
 
 if __name__ == "__main__":

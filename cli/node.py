@@ -182,7 +182,7 @@ async def _serve(
 
     proxy = parse_proxy(harness_url, "--url" if harness_url == control.url else "--harness-url")
     kinds = await find_kinds(wanted)
-    evaluators.load_all()
+    evaluators.plugins().load_all()
     harnesses.load_built_in()
     logs = make_logs_folder(data_dir)
     connection = await connect_to_work(redis)
@@ -236,7 +236,7 @@ async def find_kinds(wanted: list[str]) -> dict[str, RuntimeKind]:
 
     kinds: dict[str, RuntimeKind] = {}
     lacking = []
-    for name in wanted or catalogue.list_names():
+    for name in wanted or catalogue.plugins().load_all():
         try:
             kind = catalogue.load(name)
         except BadRuntime as error:

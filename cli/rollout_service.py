@@ -36,7 +36,7 @@ from rollout.sweeper import TIMEOUT_SECONDS, Callbacks, RolloutSettings, Sweeper
 from rollout.task import Fork, TaskBody
 from rollout.task_body import BadTask, Known, render_rollout, render_summary, render_task
 
-KNOWN = Known(runtimes.list_names, runtimes.load, evaluators.names, evaluators.load)
+KNOWN = Known(runtimes.list_names, runtimes.load, evaluators.list_names, evaluators.load)
 OWN_URL = "http://127.0.0.1"
 """Base URL of requests that the process makes to its own control side, in memory."""
 
@@ -46,8 +46,8 @@ def add_rollouts(known: Known, services: Services, control: Application) -> Addi
     # Another install may take this one's place while the process runs.
     keys.load_scripts()
     harnesses.load_built_in()
-    runtimes.load_all()
-    evaluators.load_all()
+    runtimes.plugins().load_all()
+    evaluators.plugins().load_all()
     settings = services.settings
     connection = StoreConnection.to(settings, settings.redis)
     store = TaskStore(RolloutConnection(connection))

@@ -8,6 +8,7 @@ RUN python -m venv /opt/verbatim
 COPY pins.txt ./
 COPY pyproject.toml README.md LICENSE ./
 COPY cli cli
+COPY contract contract
 COPY proxy proxy
 COPY reconstruct reconstruct
 COPY rollout rollout

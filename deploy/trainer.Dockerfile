@@ -3,6 +3,7 @@ FROM python:3.11.11-slim-bookworm
 WORKDIR /src
 COPY constraints.txt pins.txt pyproject.toml README.md LICENSE ./
 COPY cli cli
+COPY contract contract
 COPY proxy proxy
 COPY reconstruct reconstruct
 COPY rollout rollout

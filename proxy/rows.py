@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from contract.plugins import PluginError
+from proxy.builders import plugins as builders
 from proxy.call.budget import cut_call
 from proxy.dialects.base import read_model
 from proxy.errors import BudgetExhausted, RequestError
@@ -17,9 +19,9 @@ from proxy.services import Services
 from proxy.settings import Settings
 from proxy.store.states import Intent, SessionState
 from reconstruct.accounting import DANGLING, Settled, account, settle
-from reconstruct.builders import Builder, RowContext, load_builder
+from reconstruct.builders import Builder, RowContext
 from reconstruct.codec import decode
-from reconstruct.errors import DecodeError, ReconstructError
+from reconstruct.errors import DecodeError
 from reconstruct.media import as_wire
 from reconstruct.records import LOOKAHEAD, REPLAY, Call, Forest, Sampling
 from reconstruct.trajectory import Accounting, Trajectory, weigh_rows
@@ -105,8 +107,8 @@ def build_rows(
 def find_builder(name: str) -> Builder:
     """Raises RequestError naming the known ones."""
     try:
-        return load_builder(name)
-    except ReconstructError as error:
+        return builders().load(name)
+    except PluginError as error:
         raise RequestError(str(error), param="builder") from error
 
 

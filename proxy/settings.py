@@ -15,13 +15,13 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from contract.plugins import UnknownPlugin
 from proxy.addresses import AllowList
 from proxy.auth import GivenTokens, check_token, is_loopback, token_in, tokens_in
 from proxy.auth import Role as TokenRole
-from proxy.engine.kinds import find_kind, load_kind
+from proxy.builders import plugins as builders
+from proxy.engine.kinds import plugins as engine_kinds
 from proxy.engine.wire.tls import build_client_tls
-from reconstruct.builders import load_builder
-from reconstruct.errors import ReconstructError
 from reconstruct.extras import how_to_install
 from reconstruct.roles import RoleRule
 
@@ -334,7 +334,10 @@ class Settings(BaseSettings):
     @classmethod
     def _check_engine_api(cls, name: str) -> str:
         if name != "auto":
-            find_kind(name)
+            try:
+                engine_kinds().load(name)
+            except UnknownPlugin as error:
+                raise ValueError(f"{error}, or auto") from error
         return name
 
     @field_validator("engine_api_key_file")
@@ -363,7 +366,7 @@ class Settings(BaseSettings):
     @classmethod
     def _check_renderer(cls, model: str | None, others: ValidationInfo) -> str | None:
         name = others.data.get("engine_api", "auto")
-        if model is None and name != "auto" and load_kind(find_kind(name)).needs_renderer:
+        if model is None and name != "auto" and engine_kinds().load(name).needs_renderer:
             raise ValueError(f"engines of the {name} API cannot render messages: name the model whose chat format to use")
         if model is not None and find_spec("renderers") is None:
             raise ValueError(f"the renderers package is missing: {how_to_install('renderers')}")
@@ -372,10 +375,7 @@ class Settings(BaseSettings):
     @field_validator("builder")
     @classmethod
     def _check_builder(cls, name: str) -> str:
-        try:
-            load_builder(name)
-        except ReconstructError as error:
-            raise ValueError(str(error)) from error
+        builders().load(name)
         return name
 
     @field_validator("trace_endpoint")

@@ -4,7 +4,7 @@
 are trained in the first branch in canonical order and masked in the others, so that every sampled token is trained exactly once.
 `per_call` gives one row per call. Both train the same tokens.
 
-A builder is a function `(Settled, RowContext) -> list[Trajectory]`; the entry-point group `verbatim.builders` adds others by name.
+A builder is a function `(Settled, RowContext) -> list[Trajectory]`; the service finds it by name (`proxy/builders.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from importlib.metadata import entry_points
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from numpy.typing import NDArray
 
 from reconstruct.accounting import Settled
 from reconstruct.details import NO_EXPERT, NO_TOKEN
-from reconstruct.errors import ReconstructError
 from reconstruct.records import (
     BASE_VERSIONS,
     CONTROL_TOKENS,
@@ -222,38 +220,6 @@ def _describe_replay(forest: Forest, context: RowContext, path: Sequence[str]) -
 def _trajectory_id(builder: str, session_id: str, path: Sequence[str]) -> str:
     """The same for the same calls of the same session."""
     return blake2b("\0".join((builder, session_id, *path)).encode(), digest_size=12).hexdigest()
-
-
-_BUILT_IN: dict[str, Builder] = {"merged": merged, "per_call": per_call}
-
-
-def load_builder(name: str) -> Builder:
-    """The builder with this name, built in or from the entry-point group `verbatim.builders`. Any error of the latter becomes a
-    ReconstructError that names the builder.
-
-    Raises ReconstructError that names the known builders, or for one that cannot be loaded.
-    """
-    if name in _BUILT_IN:
-        return _BUILT_IN[name]
-    added = {entry.name: entry for entry in entry_points(group="verbatim.builders")}
-    if name in added:
-        try:
-            return _wrap(name, added[name].load())
-        except Exception as error:
-            raise ReconstructError(f"the builder {name!r} cannot be loaded: {error!r}") from error
-    raise ReconstructError(f"no builder is named {name!r}; known: {', '.join(sorted([*_BUILT_IN, *added]))}")
-
-
-def _wrap(name: str, build: Builder) -> Builder:
-    def built(settled: Settled, context: RowContext) -> list[Trajectory]:
-        try:
-            return build(settled, context)
-        except ReconstructError:
-            raise
-        except Exception as error:
-            raise ReconstructError(f"the builder {name!r} failed on session {context.session_id}: {error!r}") from error
-
-    return built
 
 
 def row_details(forest: Forest, last: str, trained: Sequence[str]) -> RowDetails | None:

@@ -2,6 +2,7 @@
 
 from hypothesis import HealthCheck, settings
 
+from tests.support.distributions import distributions
 from tests.support.engine.scripted_fixtures import engine, engines, service, token_service
 from tests.support.engine.vllm_server import tiny_model, vision_engine, vllm_server, vllm_url
 from tests.support.engine.weight_fixtures import often_visited, unsampled, weights
@@ -11,6 +12,7 @@ from tests.support.service.redis_server import redis_kind, redis_server, redis_u
 from tests.support.service.scripted_service import scripted_server
 
 __all__ = [
+    "distributions",
     "engine",
     "engines",
     "often_visited",

@@ -20,7 +20,7 @@ from rollout.runtimes import catalogue as runtimes
 from rollout.task import Task
 from rollout.task_body import BadTask, Known, read_task
 
-KNOWN = Known(runtimes.list_names, runtimes.load, evaluators.names, evaluators.load)
+KNOWN = Known(runtimes.list_names, runtimes.load, evaluators.list_names, evaluators.load)
 ID_CHARACTERS = 12
 OWN_FIELDS = ("task_id", "num_samples", "early_stop_usable_samples")
 """Task fields that the generation sets itself."""

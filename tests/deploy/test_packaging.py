@@ -75,7 +75,7 @@ from trainer_client.client import TrainerClient
 with TrainerClient("http://127.0.0.1:1", "token"):
     assert Batch((), weight_version=1).padded().token_ids.shape == (0, 0)
 """
-    modules = [*modules_of("trainer_client"), *modules_of("reconstruct")]
+    modules = [*modules_of("trainer_client"), *modules_of("contract"), *modules_of("reconstruct")]
     return import_in_a_fresh_process(tmp_path_factory.mktemp("trainer"), modules, [*SERVICE_LIBRARIES, *MODEL_LIBRARIES], then)
 
 

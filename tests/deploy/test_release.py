@@ -29,8 +29,8 @@ from tests.support.service.running_service import ADMIN, TRAINER
 from tests.support.service.verbatim_process import wait_until
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PACKAGES = ("proxy", "reconstruct", "rollout", "trainer_client", "cli")
-CLIENT = ("trainer_client", "reconstruct")
+PACKAGES = ("contract", "proxy", "reconstruct", "rollout", "trainer_client", "cli")
+CLIENT = ("trainer_client", "contract", "reconstruct")
 RELEASED = ("proxy", "rollout", "archive", "otel")
 
 

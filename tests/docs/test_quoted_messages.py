@@ -14,7 +14,7 @@ from proxy.settings import Settings
 from tests import ROOT
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
-PACKAGES = ("proxy", "cli", "rollout", "trainer_client", "reconstruct")
+PACKAGES = ("contract", "proxy", "cli", "rollout", "trainer_client", "reconstruct")
 
 
 @cache

@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGES = ("proxy", "reconstruct", "rollout", "trainer_client", "cli")
+PACKAGES = ("contract", "proxy", "reconstruct", "rollout", "trainer_client", "cli")
 SUFFIXES = (".py", ".lua")
 
 

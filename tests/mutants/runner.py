@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-_OURS = ("proxy", "reconstruct", "rollout", "trainer_client", "cli", "tests", "examples", "benchmarks")
+_OURS = ("contract", "proxy", "reconstruct", "rollout", "trainer_client", "cli", "tests", "examples", "benchmarks")
 _LISTED = (
     "import sys, pytest; out = sys.stdout; sys.stdout = sys.stderr;"
     "pytest.main(['--collect-only', '-qq', '--assert=plain', '-p', 'no:cacheprovider', *sys.argv[1:]]);"

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import permutations
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from reconstruct import builders
 from reconstruct.accounting import account, settle
-from reconstruct.builders import RowContext, load_builder, merged, per_call
-from reconstruct.errors import ReconstructError
+from reconstruct.builders import RowContext, merged, per_call
 from reconstruct.records import Call, Span
 from reconstruct.trajectory import Accounting, Quarantined, Trajectory
 from tests.support.sessions.calls import Talk, call
@@ -409,37 +405,6 @@ def test_rewards_of_single_calls_travel_with_the_rows_that_hold_them() -> None:
         {"seed": 3},
     ]
     assert [row.reward for row in rows] == [1.0, 1.0]
-
-
-# Builders by name
-
-
-def test_builders_are_found_by_name() -> None:
-    assert load_builder("merged") is merged
-    assert load_builder("per_call") is per_call
-
-
-def test_a_builder_is_added_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed distribution that names a function in the group `verbatim.builders`."""
-    (tmp_path / "longest_first.py").write_text(
-        "from reconstruct.builders import merged\n"
-        "def build(settled, context):\n"
-        "    return sorted(merged(settled, context), key=lambda row: -len(row.token_ids))\n"
-    )
-    installed = tmp_path / "longest_first-1.0.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: longest-first\nVersion: 1.0\n")
-    (installed / "entry_points.txt").write_text("[verbatim.builders]\nlongest_first = longest_first:build\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    calls = [call("c1", delta=[1], said=[2]), call("c2", delta=[1, 2, 3], said=[4])]
-    assert pictured(rows_of(calls, load_builder("longest_first"))) == ["c2: 1 2 3 [4]", "c1: 1 [2]"]
-    with pytest.raises(ReconstructError, match="known: longest_first, merged, per_call"):
-        load_builder("best")
-
-
-def test_an_unknown_builder_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ReconstructError, match=r"no builder is named 'best'; known: merged, per_call"):
-        load_builder("best")
 
 
 # Size

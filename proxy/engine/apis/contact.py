@@ -18,7 +18,7 @@ from proxy.engine.apis.first_sample import NotReadable, read_sample, sample_toke
 from proxy.engine.apis.probe import PROBE_TIMEOUT, NotListening, Probe, Unreadable
 from proxy.engine.apis.renderer import LocalRenderer
 from proxy.engine.apis.routers import look_behind
-from proxy.engine.kinds import find_kinds, load_kind
+from proxy.engine.kinds import plugins
 from proxy.engine.replica import FirstSample, Replica, parse_version
 from proxy.engine.wire.http import EngineHttp
 from proxy.errors import EngineBusy, EngineFailed, EngineUnavailable
@@ -39,7 +39,7 @@ class EngineKinds:
         self._http = http
         self._local = local
         self._id_texts = IdTexts()
-        self._kinds: dict[str, EngineKind] = {name: load_kind(entry)(http, local) for name, entry in find_kinds().items()}
+        self._kinds: dict[str, EngineKind] = {name: kind(http, local) for name, kind in plugins().load_all().items()}
 
     def of(self, replica: Replica) -> EngineKind:
         """Raises EngineUnavailable for a replica that was never reached."""

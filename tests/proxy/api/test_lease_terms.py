@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from proxy.settings import Settings
 from proxy.store.states import Intent
 from reconstruct.codec import encode
 from reconstruct.records import Call
+from tests.support.distributions import Distributions
 from tests.support.service.redis_server import Store
 from tests.support.service.running_service import TRAINER, RunningService
 from tests.support.sessions.calls import Talk
@@ -168,22 +168,22 @@ def test_the_services_builder_makes_the_rows_of_leases_and_groups_are_counted_by
         assert len(service.request("GET", "/sessions/one/trajectories").json()["trajectories"]) == 4
 
 
+BUILDERS = """
+from reconstruct.builders import per_call
+
+def newest_first(settled, context):
+    return per_call(settled, context)[::-1]
+
+def broken(settled, context):
+    raise ValueError("no rows today")
+"""
+
+
 @pytest.fixture
-def own_builders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_builders(distributions: Distributions) -> None:
     """An installed distribution with three builders: one that works, one that raises, one that cannot be imported."""
-    (tmp_path / "builders_of_mine.py").write_text(
-        "from reconstruct.builders import per_call\n"
-        "def newest_first(settled, context):\n"
-        "    return per_call(settled, context)[::-1]\n"
-        "def broken(settled, context):\n"
-        "    raise ValueError('no rows today')\n"
-    )
-    installed = tmp_path / "builders_of_mine-1.0.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: builders-of-mine\nVersion: 1.0\n")
-    lines = ("newest_first = builders_of_mine:newest_first", "broken = builders_of_mine:broken", "gone = builders_of_mine:gone")
-    (installed / "entry_points.txt").write_text("[verbatim.builders]\n" + "\n".join(lines) + "\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    points = [f"{name} = builders_of_mine:{name}" for name in ("newest_first", "broken", "gone")]
+    distributions.install("builders-of-mine", "verbatim.builders", *points, builders_of_mine=BUILDERS)
 
 
 def test_a_builder_of_ones_own_reaches_a_lease(redis_url: str, own_builders: None) -> None:
@@ -197,9 +197,9 @@ def test_a_builder_of_ones_own_reaches_a_lease(redis_url: str, own_builders: Non
 @pytest.mark.parametrize(
     ("builder", "says"),
     [
-        ("best", "no builder is named 'best'; known: "),
+        ("best", "there is no builder 'best': choose one of "),
         ("broken", "makes no rows of group s: the builder 'broken' failed on session s: ValueError('no rows today')"),
-        ("gone", "the builder 'gone' cannot be loaded: "),
+        ("gone", "the builder 'gone' (builders_of_mine:gone of builders-of-mine 1.0) cannot be loaded: "),
     ],
 )
 def test_a_lease_by_a_builder_that_gives_nothing_is_refused_and_its_groups_stay(

@@ -657,7 +657,7 @@ def test_an_export_can_have_a_row_for_each_call(service: RunningService, tmp_pat
     [
         (("--since", "yesterday"), 2, "--since 'yesterday' is invalid"),
         (("--status", "open"), 2, "--status 'open' is invalid"),
-        (("--builder", "best"), 1, "no builder is named 'best'"),
+        (("--builder", "best"), 1, "there is no builder 'best'"),
         (("--builder", "per_call"), 1, "whose builder is merged, not per_call"),
     ],
 )

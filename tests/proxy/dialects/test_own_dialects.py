@@ -6,19 +6,21 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from contract.plugins import PluginError
 from proxy.call.http import Routes
-from proxy.dialects.catalogue import BadDialect, base_urls, dialects
+from proxy.dialects.catalogue import base_urls, dialects
 from proxy.dialects.chat import ChatDialect
 from proxy.errors import NotFound
 from rollout.harnesses.definition import parse
 from rollout.harnesses.prepared import SessionAccess
+from tests.support.distributions import Distributions
 from tests.support.engine.scripted_engine import Fail, ScriptedEngine
 from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer
@@ -26,23 +28,6 @@ from tests.support.service.running_service import RunningService, Session
 from tests.support.service.toy_dialect import ToyDialect
 
 TOY = "tests.support.service.toy_dialect:ToyDialect"
-Install = Callable[[str], None]
-
-
-@pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Makes a distribution with the given lines in the group `verbatim.dialects`."""
-
-    def install(lines: str) -> None:
-        installed = tmp_path / "more_dialects-1.0.dist-info"
-        installed.mkdir()
-        (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: more-dialects\nVersion: 1.0\n")
-        (installed / "entry_points.txt").write_text(f"[verbatim.dialects]\n{lines}\n")
-        monkeypatch.syspath_prepend(str(tmp_path))
-        dialects.cache_clear()
-
-    yield install
-    dialects.cache_clear()
 
 
 @pytest.fixture
@@ -52,8 +37,8 @@ def engine() -> Iterator[ScriptedEngine]:
 
 
 @pytest.fixture
-def service(engine: ScriptedEngine, redis_server: RedisServer, install: Install) -> Iterator[RunningService]:
-    install(f"toy = {TOY}")
+def service(engine: ScriptedEngine, redis_server: RedisServer, distributions: Distributions) -> Iterator[RunningService]:
+    distributions.install("more-dialects", "verbatim.dialects", f"toy = {TOY}")
     with RunningService(engine.url, redis_server.url) as service:
         yield service
 
@@ -167,16 +152,17 @@ class CountingDialect(ChatDialect):
 @pytest.mark.parametrize(
     ("lines", "says"),
     [
-        ("chat = proxy.dialects.chat:ChatDialect", "there are two dialects 'chat'"),
-        ("toy = nowhere.at_all:Toy", "the dialect 'toy' (nowhere.at_all:Toy) cannot be loaded"),
+        ("toy = nowhere.at_all:Toy", "the dialect 'toy' (nowhere.at_all:Toy of more-dialects 1.0) cannot be loaded"),
         (f"other = {TOY}", "must name a subclass of Dialect of that name"),
         ("toy = builtins:dict", "must name a subclass of Dialect of that name"),
         (f"toy = {TOY}\ntwin = {__name__}:TwinDialect", "both serve POST /toy/ask"),
         (f"counting = {__name__}:CountingDialect", "needs the methods of Counts to serve /v1/messages/count_tokens"),
     ],
 )
-def test_a_dialect_that_cannot_be_served_stops_the_service_from_starting(install: Install, lines: str, says: str) -> None:
-    install(lines)
-    with pytest.raises(BadDialect) as raised:
+def test_a_dialect_that_cannot_be_served_stops_the_service_from_starting(
+    distributions: Distributions, lines: str, says: str
+) -> None:
+    distributions.install("more-dialects", "verbatim.dialects", lines)
+    with pytest.raises(PluginError) as raised:
         dialects()
     assert says in str(raised.value)

@@ -11,15 +11,14 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from proxy.engine.kinds import find_kind, load_kind
 from proxy.engine.pool.pool import EnginePool
 from proxy.settings import Settings
+from tests.support.distributions import Distributions
 from tests.support.engine.weight_fixtures import until
 from tests.support.service.running_service import RunningService, streamed_text
 
@@ -109,21 +108,14 @@ def engine_url() -> Iterator[str]:
     server.server_close()
 
 
-def install(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, code: str, entry: str) -> None:
-    """A distribution with one module and one entry point of the group `verbatim.engines`."""
-    (folder / f"{module}.py").write_text(code)
-    installed = folder / f"{module}-1.0.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-    (installed / "entry_points.txt").write_text(f"[verbatim.engines]\n{entry}\n")
-    monkeypatch.syspath_prepend(str(folder))
+GROUP = "verbatim.engines"
 
 
 @pytest.mark.parametrize("engine_api", ["auto", "shouting"])
 def test_an_engine_from_outside_the_package_serves_calls(
-    engine_url: str, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine_api: str
+    engine_url: str, redis_url: str, distributions: Distributions, engine_api: str
 ) -> None:
-    install(tmp_path, monkeypatch, "shouting", SHOUTING, "shouting = shouting:Shouting")
+    distributions.install("shouting", GROUP, "shouting = shouting:Shouting", shouting=SHOUTING)
     with RunningService(engine_url, redis_url, engine_api=engine_api) as service:
         session = service.session()
         assert session.ask("hi").choices[0].message.content == "HI"
@@ -136,25 +128,30 @@ def test_an_engine_from_outside_the_package_serves_calls(
             assert (call["logprobs"], call["weight_versions"]) == ([-0.5] * count, [[0, 0, count]])
 
 
-def test_an_unknown_kind_is_refused_with_the_known_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "shouting", SHOUTING, "shouting = shouting:Shouting")
-    with pytest.raises(ValidationError, match=r"no kind of engine is named 'whispering'; known: auto, chat, .*, shouting, "):
+def test_an_unknown_kind_is_refused_with_the_known_ones(distributions: Distributions) -> None:
+    distributions.install("shouting", GROUP, "shouting = shouting:Shouting", shouting=SHOUTING)
+    with pytest.raises(
+        ValidationError, match=r"there is no engine 'whispering': choose one of chat, .*, shouting, token, or auto"
+    ):
         Settings(engine_api="whispering")
 
 
-def test_a_kind_that_cannot_be_loaded_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "mute", "", "mute = mute:Mute")
-    with pytest.raises(ValueError, match="the kind of engine 'mute' cannot be loaded: AttributeError"):
-        load_kind(find_kind("mute"))
-
-
-def test_a_package_cannot_replace_a_built_in_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "shouting", SHOUTING, "token = shouting:Shouting")
-    assert find_kind("token").value == "proxy.engine.apis.vllm:VllmTokens"
+@pytest.mark.parametrize(
+    ("code", "says"), [("", "AttributeError"), ("class Mute:\n    name = 'deaf'", "it calls itself 'deaf'")]
+)
+def test_a_kind_that_cannot_be_loaded_is_named_where_it_is_wanted_and_left_out_elsewhere(
+    distributions: Distributions, caplog: pytest.LogCaptureFixture, code: str, says: str
+) -> None:
+    """It used to keep a service from starting that had no use for it."""
+    distributions.install("mute", GROUP, "mute = mute:Mute", mute=code)
+    with pytest.raises(ValidationError, match=f"the engine 'mute' .* cannot be loaded: {says}"):
+        Settings(engine_api="mute")
+    EnginePool(Settings(engine=["http://127.0.0.1:9"]))
+    assert "the engine 'mute' (mute:Mute of mute 1.0) cannot be loaded" in caplog.text
 
 
 async def test_a_kind_whose_detection_fails_is_tried_again(
-    engine_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engine_url: str, distributions: Distributions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An error that no probe raises used to end the replica's visits for good."""
     monkeypatch.setattr("proxy.engine.pool.standing.RETRY_SECONDS", 0.02)
@@ -165,7 +162,7 @@ async def test_a_kind_whose_detection_fails_is_tried_again(
         "            raise KeyError('volume')\n"
         "        return None if (await",
     )
-    install(tmp_path, monkeypatch, "hoarse", failing.replace('"shouting"', '"hoarse"'), "hoarse = hoarse:Shouting")
+    distributions.install("hoarse", GROUP, "hoarse = hoarse:Shouting", hoarse=failing.replace('"shouting"', '"hoarse"'))
     pool = EnginePool(Settings(engine=[engine_url], engine_api="hoarse"))
     await pool.start()
     try:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rollout.evaluators.base import BadEvaluator, BadReward, Case, EvaluationFailed
-from rollout.evaluators.catalogue import load, names
+from rollout.evaluators.catalogue import list_names, load
 from rollout.runtimes.base import Executed, RuntimeFailed
 from rollout.task import EvaluatorSpec, HarnessSpec
 from rollout.task_sources import swebench_task
@@ -146,7 +146,7 @@ def case(name: str, setup: Setup, options: dict[str, Any], folder: Path, said: S
 
 
 def test_these_are_all_the_kinds() -> None:
-    assert [name for name in names() if name in ALL] == ALL
+    assert [name for name in list_names() if name in ALL] == ALL
 
 
 @pytest.mark.parametrize("name", ALL)

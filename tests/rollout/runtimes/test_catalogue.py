@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from cli.node import find_kinds
+from cli.refusal import CommandError
 from rollout.runtimes import catalogue
 from rollout.runtimes.base import BadRuntime, ProxyAddress
 from rollout.runtimes.settings import RuntimeSettings
 from rollout.task import RuntimeSpec
+from tests.support.distributions import Distributions
 from tests.support.runtimes.runtime_places import shell
 
 BROUGHT = """
@@ -29,28 +30,13 @@ class Folder:
 def broken(settings):
     raise ValueError("no such thing")
 """
-POINTS = """
-[verbatim.runtimes]
-folder = brought_runtimes:Folder
-broken = brought_runtimes:broken
-lost = not_there:X
-local = brought_runtimes:Folder
-"""
 
 
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A package that brings runtimes, as an installer would have left it."""
-    (tmp_path / "brought_runtimes.py").write_text(BROUGHT)
-    info = tmp_path / "brought-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: brought\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(POINTS)
-    monkeypatch.syspath_prepend(tmp_path)
-    catalogue._find_entry_points.cache_clear()
-    yield
-    catalogue._find_entry_points.cache_clear()
-    sys.modules.pop("brought_runtimes", None)
+def installed(distributions: Distributions) -> None:
+    """A package that brings runtimes."""
+    points = ("folder = brought_runtimes:Folder", "broken = brought_runtimes:broken", "lost = not_there:X")
+    distributions.install("brought", "verbatim.runtimes", *points, brought_runtimes=BROUGHT)
 
 
 @pytest.mark.parametrize("name", catalogue.list_names())
@@ -71,11 +57,23 @@ async def test_an_installed_package_brings_a_runtime(installed: None, tmp_path: 
     ("name", "reason"),
     [
         ("vm", "there is no runtime 'vm': choose one of apptainer, broken, docker"),
-        ("lost", "the runtime not_there:X cannot be loaded: ModuleNotFoundError"),
-        ("broken", "the runtime brought_runtimes:broken cannot be loaded: ValueError: no such thing"),
-        ("local", "several runtimes 'local': rollout.runtimes.local.runtime:LocalKind, brought_runtimes:Folder"),
+        ("lost", "the runtime 'lost' .not_there:X of brought 1.0. cannot be loaded: ModuleNotFoundError"),
+        ("broken", "the runtime 'broken' cannot be used: ValueError: no such thing"),
     ],
 )
 def test_a_kind_that_cannot_be_used_says_why(installed: None, name: str, reason: str) -> None:
     with pytest.raises(BadRuntime, match=reason):
         catalogue.load(name)
+
+
+async def test_a_node_starts_beside_a_broken_runtime_that_nobody_asked_for(
+    distributions: Distributions, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ended with the error of a package that none of its rollouts would have used."""
+    points = ("folder = brought_runtimes:Folder", "lost = not_there:X")
+    distributions.install("brought", "verbatim.runtimes", *points, brought_runtimes=BROUGHT)
+    found = await find_kinds([])
+    assert "folder" in found and "lost" not in found
+    assert "the runtime 'lost' (not_there:X of brought 1.0) cannot be loaded" in caplog.text
+    with pytest.raises(CommandError, match="'lost'"):
+        await find_kinds(["lost"])
