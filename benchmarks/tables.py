@@ -1,9 +1,10 @@
-"""The tables in the Markdown files, made from the results: what stands between a pair of marks is written anew.
+"""What was measured, as tables: all of it, which is a page of the site, and what stands between a pair of marks in Markdown files.
 
 <!-- table: calls 0 -->        table 0 of calls; without a number, all of them
 <!-- end of table -->
 
-python -m benchmarks.tables --write     without --write: only says whether they are
+python -m benchmarks.tables             prints all tables
+python -m benchmarks.tables --write     writes those in the files anew
 
 Results of another commit are refused: their tables stay as they are, and the command says how to measure them again.
 """
@@ -22,7 +23,7 @@ from benchmarks.measured_code import is_current, name_commit
 from benchmarks.processes import ROOT
 from benchmarks.results import RESULTS, disturbed
 
-FILES = (ROOT / "benchmarks" / "README.md", ROOT / "docs" / "comparison.md", ROOT / "docs" / "weights.md")
+FILES = (ROOT / "benchmarks" / "README.md", ROOT / "docs" / "weights.md")
 MINUTES: dict[str, float] = {
     "calls": 5,
     "parts": 1,
@@ -63,6 +64,12 @@ def written(text: str, results: Path = RESULTS, keep: Collection[str] = ()) -> s
     return _TABLE.sub(replaced, text)
 
 
+def render(results: Path = RESULTS, pictures: str = "results") -> str:
+    """Markdown: what the results have, by section in the order of `MINUTES`; plots are looked for in the folder `pictures`."""
+    names = [name for name in (*MINUTES, "first_byte") if (results / f"{name}.json").exists()]
+    return "".join(f"\n## {name}\n{_table(results, name, None, pictures)}" for name in names)
+
+
 def sections(texts: Iterable[str]) -> list[str]:
     """Those whose tables the texts have."""
     return list(dict.fromkeys(found[2] for text in texts for found in _TABLE.finditer(text)))
@@ -88,14 +95,14 @@ def refusal(why: dict[str, str]) -> str:
     return "\n  ".join(lines)
 
 
-def _table(results: Path, name: str, place: str | None) -> str:
+def _table(results: Path, name: str, place: str | None, pictures: str = "results") -> str:
     path = results / f"{name}.json"
     if not path.exists():
         return "\nNot measured yet.\n\n"
     result = json.loads(path.read_text())
     grids = module(name).tables(result)
     chosen = grids if place is None else [grids[int(place)]]
-    plot = f"![{name}](results/{name}.png)\n\n" if place is None and path.with_suffix(".png").exists() else ""
+    plot = f"![{name}]({pictures}/{name}.png)\n\n" if place is None and path.with_suffix(".png").exists() else ""
     made = "\n".join(grid.markdown() for grid in chosen)
     return f"\n{made}\n{describe_measurement(f'{name}.json', result['machine'])}\n\n{plot}"
 
@@ -123,15 +130,9 @@ def write() -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write what is not as the results have it")
-    if parser.parse_args().write:
-        why = write()
-    else:
-        texts = {path: path.read_text() for path in FILES}
-        old = [path.name for path, text in texts.items() if written(text) != text]
-        if old:
-            raise SystemExit(f"not what the results say: {', '.join(old)}: python -m benchmarks.tables --write")
-        why = outdated(sections(texts.values()), RESULTS)
-    if why:
+    if not parser.parse_args().write:
+        print(render())
+    elif why := write():
         raise SystemExit(refusal(why))
 
 

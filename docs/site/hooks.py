@@ -16,6 +16,7 @@ from typing import Any
 import commands_page
 import harness_pages
 import http_page
+import measurements_page
 import settings_page
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -24,7 +25,9 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[2]
 GENERATED: dict[str, Callable[[], str]] = {
     "reference/commands.md": commands_page.render,
+    "reference/harnesses.md": harness_pages.render,
     "reference/http.md": http_page.render,
+    "reference/measurements.md": measurements_page.render,
     "reference/openapi.json": http_page.render_json,
     "reference/settings.md": settings_page.render,
 }
@@ -50,11 +53,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The document with links that work in the site; a harness's page with its definition."""
-    path = page.file.src_uri
-    if path.startswith("harnesses/"):
-        markdown += harness_pages.render_facts(posixpath.basename(path).removesuffix(".md"))
-    return rewrite_links(path, markdown)
+    """The document with links that work in the site."""
+    return rewrite_links(page.file.src_uri, markdown)
 
 
 def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:

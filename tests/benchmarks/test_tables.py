@@ -20,7 +20,7 @@ from benchmarks.load import Body, CallsFailed, Loaded
 from benchmarks.processes import ROOT, free_port, started
 from benchmarks.replies import LARGE, SMALL, answers
 from benchmarks.results import RESULTS, measure, spread
-from benchmarks.tables import APART, FILES, MINUTES, module, written
+from benchmarks.tables import APART, FILES, MINUTES, module, render, written
 from benchmarks.trials import MOST_SECONDS, SLOWEST_SECONDS, Trial, figures, measured, run_seconds
 
 
@@ -34,12 +34,12 @@ def test_every_table_is_the_one_of_the_committed_results() -> None:
         assert written(text) == text, f"{path.name} is not what the results say: python -m benchmarks.tables --write"
 
 
-def test_every_benchmark_has_its_tables_in_the_readme() -> None:
-    text = (ROOT / "benchmarks" / "README.md").read_text()
+def test_every_benchmark_is_in_the_readme_and_has_tables_of_what_was_measured() -> None:
+    text, shown = (ROOT / "benchmarks" / "README.md").read_text(), render()
     for name, minutes in MINUTES.items():
         assert f"| {name} | {minutes} |" in text
-        assert f"<!-- table: {name} -->" in text
         assert callable(module(name).run)
+        assert f"`benchmarks/results/{name}.json`" in shown.partition(f"## {name}\n")[2].partition("\n## ")[0]
     assert sum(minutes for name, minutes in MINUTES.items() if name not in APART) <= 15
 
 

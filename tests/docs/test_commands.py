@@ -278,24 +278,16 @@ def runnable(path: Path) -> list[Block]:
     return [block for block in blocks_of(path) if block.language in kinds and not block.needs]
 
 
-def followed() -> dict[str, list[Path]]:
-    """Pages by what they are followed as: each alone, but those of harnesses one after the other. Of harness pages that differ in the
-    name only, one is followed; what a definition makes of the name is shown in rollout/harnesses/test_definitions.py.
+def followed() -> dict[str, Path]:
+    """The pages that have blocks to run, by their names.
 
     Programs of other pages than `WITH_PROGRAMS` are run in docs/test_readme.py and docs/test_off_policy.py.
     """
-    together: dict[str, list[Path]] = {}
-    known: set[str] = set()
+    found: dict[str, Path] = {}
     for path in PAGES:
-        name = path.relative_to(ROOT).as_posix()
-        blocks = [block for block in runnable(path) if block.language in SHELLS]
-        if path.parent.name == "harnesses":
-            name, said = "docs/harnesses/", "".join(block.text for block in blocks).replace(path.stem, "NAME")
-            blocks = [] if said in known else blocks
-            known.add(said)
-        if blocks:
-            together.setdefault(name, []).append(path)
-    return together
+        if any(block.language in SHELLS for block in runnable(path)):
+            found[path.relative_to(ROOT).as_posix()] = path
+    return found
 
 
 FOLLOWED = followed()
@@ -305,7 +297,7 @@ FOLLOWED = followed()
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_the_commands_of_a_page_run(page: Page, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     STAGES.get(name, lambda _: None)(page)
-    for block in [block for path in FOLLOWED[name] for block in runnable(path)]:
+    for block in runnable(FOLLOWED[name]):
         if block.language == "python":
             page.program(block, monkeypatch)
         else:
@@ -367,8 +359,8 @@ def test_every_verbatim_command_that_is_shown_exists_with_its_flags(path: Path) 
         given = rest[: rest.index("--")] if "--" in rest else rest
         flags = {word.partition("=")[0] for word in given if re.match(r"--[a-z]", word)}
         assert flags <= known, f"{where}: {' '.join(words)} has no {', '.join(flags - known)}"
-        if path.parent.name == "harnesses" and "--harness" in given:
-            assert given[given.index("--harness") + 1] == path.stem in catalogue.names(), where
+        if "--harness" in given and re.fullmatch("[a-z-]+", harness := given[given.index("--harness") + 1]):
+            assert harness in (*catalogue.names(), "my-agent"), where
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())

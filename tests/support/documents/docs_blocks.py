@@ -55,9 +55,7 @@ class Block:
     @property
     def reason(self) -> str:
         """Why it is not run; nothing where that is not known."""
-        itself = re.match(r"([a-z-]+) itself, installed as the definition below says, and a service$", self.needs)
-        named = "codex, and a service" if itself else self.needs
-        return ELSEWHERE.get(named) or next((why for kind, why in KINDS.items() if named.startswith(kind)), "")
+        return ELSEWHERE.get(self.needs) or next((why for kind, why in KINDS.items() if self.needs.startswith(kind)), "")
 
 
 def blocks_of(path: Path) -> list[Block]:
