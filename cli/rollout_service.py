@@ -16,7 +16,6 @@ from proxy import errors
 from proxy.api import forks
 from proxy.api.requests import JsonBody, require_admin, require_node
 from proxy.app import Addition
-from proxy.auth import tokens_in
 from proxy.call.http import Application
 from proxy.errors import NotFound
 from proxy.services import Services
@@ -128,8 +127,4 @@ async def check_fork(services: Services, fork: Fork) -> None:
 
 def read_admin_token(settings: Settings) -> str:
     """A currently valid admin token; "" if the service is open to its machine. Read for every request: the file may change."""
-    given = [token for token in (settings.admin_token, *settings.admin_tokens) if token]
-    if given:
-        return given[0].get_secret_value()
-    found = tokens_in(settings.admin_token_file) if settings.admin_token_file else []
-    return found[0] if found else ""
+    return next(iter(settings.admin_token.read()), "")

@@ -21,16 +21,7 @@ if TYPE_CHECKING:
     from proxy.settings import Settings
 
 
-SECRET = (
-    "admin_token",
-    "trainer_token",
-    "node_token",
-    "admin_tokens",
-    "trainer_tokens",
-    "node_tokens",
-    "engine_api_key",
-    "redis",
-)
+SECRET = ("admin_token", "trainer_token", "node_token", "engine_api_key", "redis")
 """Settings whose values are never printed."""
 
 
@@ -167,8 +158,8 @@ def _explain_json(error: SettingsError) -> str:
 
 
 def _explain(problem: Any, flags: Container[str]) -> str:
-    name = str(problem["loc"][0])
-    variable = "VERBATIM_" + name.upper()
+    name, *part = map(str, problem["loc"])
+    variable = "VERBATIM_" + name.upper() + ("_FILE" if part == ["file"] else "")
     given_by = f"--{name.replace('_', '-')} (or {variable})" if name in flags else variable
     reason = problem["msg"].removeprefix("Value error, ")
     reason = reason[:1].lower() + reason[1:]

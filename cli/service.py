@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from pydantic import SecretStr
@@ -22,10 +21,10 @@ from cli.refusal import CommandError
 from cli.serving.server import listen, make_url, raise_descriptor_limit, raise_on_stop_signals, run_server
 from cli.serving.tls import load_certificate
 from cli.serving.workers import Workers
-from proxy.auth import mint_token, tokens_in
+from proxy.auth import Role, mint_token
 from proxy.errors import StoreUnavailable
 from proxy.memory import find_session_bytes
-from proxy.settings import Settings
+from proxy.settings import GivenToken, Settings, list_variables
 from proxy.store.connection import StoreConnection
 from proxy.store.embedded import EmbeddedRedis, StoreStartError
 from proxy.store.service import NewerStore, check_level
@@ -75,37 +74,27 @@ def fill_tokens(settings: Settings) -> Settings:
     """`settings` with a generated token for each role that has none; unchanged with --open."""
     if settings.open:
         return settings
-    admin = settings.admin_token or settings.admin_tokens or settings.admin_token_file
-    trainer = settings.trainer_token or settings.trainer_tokens or settings.trainer_token_file
-    generated = {
-        "admin_token": settings.admin_token if admin else SecretStr(mint_token()),
-        "trainer_token": settings.trainer_token if trainer else SecretStr(mint_token()),
-    }
-    return settings.model_copy(update=generated)
+    given = {"admin_token": settings.admin_token, "trainer_token": settings.trainer_token}
+    lacking = {name for name, each in given.items() if not each.token and each.file is None}
+    return settings.model_copy(update={name: GivenToken(token=SecretStr(mint_token())) for name in lacking})
 
 
 def warn_of_weak_tokens(settings: Settings) -> None:
     """Warn of short tokens and of tokens shared with the admin role."""
-    admin = _secrets(settings.admin_token, settings.admin_tokens, settings.admin_token_file)
-    trainer = _secrets(settings.trainer_token, settings.trainer_tokens, settings.trainer_token_file)
-    node = _secrets(settings.node_token, settings.node_tokens, settings.node_token_file)
-    for role, secrets in (("an admin", admin), ("a trainer", trainer), ("a node", node)):
+    admin = set(settings.admin_token.read())
+    for role, given in settings.tokens.items():
+        secrets, name = set(given.read()), f"{'an' if role is Role.ADMIN else 'a'} {role} token"
         if any(len(secret) < SHORT_TOKEN for secret in secrets):
-            log.warning("%s token has fewer than %d characters and may be guessed", role, SHORT_TOKEN)
-        if role != "an admin" and admin & secrets:
-            log.warning("an admin token is also %s token: its holder has admin rights", role)
+            log.warning("%s has fewer than %d characters and may be guessed", name, SHORT_TOKEN)
+        if role is not Role.ADMIN and admin & secrets:
+            log.warning("an admin token is also %s: its holder has admin rights", name)
 
 
 def find_misspelt(names: Iterable[str]) -> list[tuple[str, str]]:
     """The names that look like a misspelt setting of the service, each with that setting."""
-    settings = [f"VERBATIM_{name.upper()}" for of in (Settings, RolloutSettings) for name in of.model_fields]
+    settings = [name for of in (Settings, RolloutSettings) for each in list_variables(of).values() for name in each]
     strange = sorted(name for name in names if name.startswith("VERBATIM_") and name not in settings)
     return [(name, near[0]) for name in strange if (near := get_close_matches(name, settings, n=1, cutoff=SIMILARITY))]
-
-
-def _secrets(one: SecretStr | None, more: list[SecretStr], file: Path | None) -> set[str]:
-    given = {token.get_secret_value() for token in (one, *more) if token}
-    return given | set(tokens_in(file) if file else ())
 
 
 # The start-up banner
@@ -124,8 +113,8 @@ def show(given: Settings, effective: Settings, url: str, control_url: str) -> No
         "pages": f"{control_url}/ui",
         "engines": ", ".join(effective.engine) + f" ({effective.engine_api})",
         "data": str(given.data_dir.resolve()) if not given.redis else "in the given Redis",
-        "admin token": _token(given, effective, "admin"),
-        "trainer token": _token(given, effective, "trainer"),
+        "admin token": _token(given, effective, Role.ADMIN),
+        "trainer token": _token(given, effective, Role.TRAINER),
     }
     if console.is_terminal:
         console.print(Panel(_table(rows), title="verbatim is serving", title_align="left", expand=False))
@@ -136,14 +125,14 @@ def show(given: Settings, effective: Settings, url: str, control_url: str) -> No
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
-def _token(given: Settings, effective: Settings, role: str) -> str:
+def _token(given: Settings, effective: Settings, role: Role) -> str:
     """The token if it was generated, otherwise its source."""
     if given.open:
         return "not needed: open to every program on this machine"
     variable = f"VERBATIM_{role.upper()}_TOKEN"
-    sources = {variable: f"{role}_token", f"{variable}S": f"{role}_tokens", f"{variable}_FILE": f"{role}_token_file"}
-    used = [name for name, field in sources.items() if getattr(given, field)]
-    return f"from {', '.join(used)}" if used else getattr(effective, f"{role}_token").get_secret_value()
+    own = given.tokens[role]
+    used = [name for name, value in ((variable, own.token), (f"{variable}_FILE", own.file)) if value]
+    return f"from {', '.join(used)}" if used else effective.tokens[role].read()[0]
 
 
 def _table(rows: dict[str, str]) -> Table:
@@ -167,11 +156,11 @@ def _authorization(given: Settings, effective: Settings) -> str:
     """The curl option with the token; empty if none is needed."""
     if given.open:
         return ""
-    if effective.admin_token and not given.admin_token:
-        return f"-H 'Authorization: Bearer {effective.admin_token.get_secret_value()}' "
-    if not given.admin_token and given.admin_token_file:
-        return f'-H "Authorization: Bearer $(grep -m1 "^[^#]" {given.admin_token_file})" '
-    return '-H "Authorization: Bearer $VERBATIM_ADMIN_TOKEN" '
+    if given.admin_token.token:
+        return '-H "Authorization: Bearer $VERBATIM_ADMIN_TOKEN" '
+    if given.admin_token.file is not None:
+        return f'-H "Authorization: Bearer $(grep -m1 "^[^#]" {given.admin_token.file})" '
+    return f"-H 'Authorization: Bearer {effective.admin_token.read()[0]}' "
 
 
 # The Redis: an external one, which must answer, or an embedded one

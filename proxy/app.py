@@ -122,7 +122,7 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
     )
     services = Services(
         settings=settings,
-        tokens=Tokens(settings.given_tokens),
+        tokens=Tokens(settings.tokens),
         slots=CallSlots(settings.max_calls, settings.max_calls_per_session),
         rate=CallRate(settings.calls_per_second),
         body_room=BodyRoom(settings.body_room_bytes, settings.body_room_per_session_bytes),

@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from proxy.errors import Forbidden, RequestError, Unauthorized
 
 if TYPE_CHECKING:
-    from pydantic import SecretStr
+    from proxy.settings import GivenToken
 
 SESSION_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}\Z")
 """What a session id may be. Not "." and "..", which clients fold away in a URL path."""
@@ -96,22 +96,14 @@ def named_session(path_session: str | None, key: str | None, *, keyless: bool = 
 
 
 # Tokens of the control side. A trainer's opens batches and weights, a node's the sessions of rollouts, an admin's everything.
-# Each role may have several valid tokens at once, and token files are reread when they change, so a token can be rotated without a
-# restart: add the new one, switch the clients, remove the old one.
+# Each role may have several valid tokens at once, and token files are reread when they change, so a token can be exchanged without a
+# restart.
 
 
 class Role(StrEnum):
     ADMIN = "admin"
     TRAINER = "trainer"
     NODE = "node"
-
-
-class GivenTokens(NamedTuple):
-    """The tokens of one role, as they are given: each by itself, or in a file."""
-
-    role: Role
-    tokens: Sequence[SecretStr | None]
-    file: Path | None
 
 
 def mint_token() -> str:
@@ -122,9 +114,9 @@ def mint_token() -> str:
 class Tokens:
     """Every token that is valid now, by its sha256."""
 
-    def __init__(self, given: Sequence[GivenTokens], clock: Callable[[], float] = time.monotonic) -> None:
-        self._given = [(each.role, digest) for each in given for digest in _digests(each.tokens)]
-        self._files = [(each.role, TokenFile(each.file, clock)) for each in given if each.file is not None]
+    def __init__(self, given: Mapping[Role, GivenToken], clock: Callable[[], float] = time.monotonic) -> None:
+        self._given = [(role, hash_key(each.token.get_secret_value())) for role, each in given.items() if each.token]
+        self._files = [(role, TokenFile(each.file, clock)) for role, each in given.items() if each.file is not None]
 
     def roles_of(self, secret: str) -> set[Role]:
         """The roles that a secret opens. All tokens are always compared, so that time tells nothing, nor does their length."""
@@ -154,10 +146,6 @@ class Tokens:
         if session_of_key(secret) is not None:
             raise Forbidden("a session key opens its session's model calls and nothing on the control side")
         raise Unauthorized("the token is not known here")
-
-
-def _digests(tokens: Sequence[SecretStr | None]) -> list[bytes]:
-    return [hash_key(token.get_secret_value()) for token in tokens if token]
 
 
 # Token files.

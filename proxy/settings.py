@@ -12,13 +12,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import AfterValidator, BaseModel, Field, SecretStr, ValidationInfo, field_validator, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from contract.plugins import UnknownPlugin
 from proxy.addresses import AllowList
-from proxy.auth import GivenTokens, check_token, is_loopback, token_in, tokens_in
 from proxy.auth import Role as TokenRole
+from proxy.auth import check_token, is_loopback, token_in, tokens_in
 from proxy.builders import plugins as builders
 from proxy.engine.kinds import plugins as engine_kinds
 from proxy.engine.wire.tls import build_client_tls
@@ -57,8 +58,58 @@ def _is_installed(module: str) -> bool:
         return False
 
 
+class GivenToken(BaseModel, frozen=True):
+    """A token as it is given: by itself, in a file, or both. In the environment the file's variable ends in `_FILE`."""
+
+    token: SecretStr | None = None
+    file: Path | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_one(cls, given: Any) -> Any:
+        return {"token": given} if given is None or isinstance(given, (str, SecretStr)) else given
+
+    @field_validator("token")
+    @classmethod
+    def _check_token(cls, token: SecretStr | None) -> SecretStr | None:
+        if token is not None:
+            check_token(token.get_secret_value())
+        return token
+
+    @field_validator("file")
+    @classmethod
+    def _check_file(cls, path: Path | None) -> Path | None:
+        if path is not None and not tokens_in(path):
+            raise ValueError("there is no token in it")
+        return path
+
+    def read(self) -> list[str]:
+        """Every token, that given by itself first. Raises ValueError for a file that cannot be read any more."""
+        own = [self.token.get_secret_value()] if self.token else []
+        return own + (tokens_in(self.file) if self.file is not None else [])
+
+
+class _Environment(EnvSettingsSource):
+    """The variables of the settings; those of a token and of its file make one."""
+
+    def prepare_field_value(self, field_name: str, field: FieldInfo, value: Any, value_is_complex: bool) -> Any:
+        if field.annotation is not GivenToken:
+            return super().prepare_field_value(field_name, field, value, value_is_complex)
+        file = self.env_vars.get(f"{self.env_prefix}{field_name}_file".lower())
+        return None if value is None and not file else {"token": value, "file": file or None}
+
+
+def list_variables(settings: type[BaseSettings]) -> dict[str, list[str]]:
+    """The names of the environment variables of each setting."""
+    fields, prefix = settings.model_fields, settings.model_config["env_prefix"]
+    return {
+        name: [f"{prefix}{name}{end}".upper() for end in (("", "_FILE") if field.annotation is GivenToken else ("",))]
+        for name, field in fields.items()
+    }
+
+
 class Settings(BaseSettings):
-    model_config = SettingsConfigDict(env_prefix="VERBATIM_", extra="ignore", use_attribute_docstrings=True)
+    model_config = SettingsConfigDict(env_prefix="VERBATIM_", extra="forbid", use_attribute_docstrings=True)
 
     engine: Annotated[list[str], Flag("URL")] = Field(default_factory=list)
     """Base URL of an engine, for example http://127.0.0.1:8000, one for each replica of the model. NAME=URL adds a replica to the policy
@@ -79,10 +130,8 @@ class Settings(BaseSettings):
     a folder with its tokenizer."""
     renderer_options: dict[str, Any] = Field(default_factory=dict)
     """Configuration of the renderers package, for example {"name": "qwen3"} for a model whose name it does not know."""
-    engine_api_key: SecretStr | None = None
-    """Bearer token for the engines."""
-    engine_api_key_file: Path | None = Field(None, validate_default=True)
-    """File with that token, in place of `engine_api_key`. Read at start."""
+    engine_api_key: GivenToken = GivenToken()
+    """Bearer token for the engines; in place of it, a file of it. Read at start."""
     engine_ca_file: Path | None = None
     """PEM file with certificate authorities to trust, besides the system's, for engines whose URL is https. Read at start."""
     engine_client_cert: Path | None = None
@@ -160,24 +209,13 @@ class Settings(BaseSettings):
     only harnesses, /healthz and /readyz. 0 takes a free one. Unset: both share `port`."""
     public_url: str | None = None
     """The URL at which harnesses reach this service, for the base_urls of new sessions. Unset: taken from the request."""
-    admin_token: SecretStr | None = None
-    """Token for the admin API. Unset: generated at start and printed once."""
-    trainer_token: SecretStr | None = None
-    """Token for leases and weight pushes. Unset: generated at start and printed once."""
-    node_token: SecretStr | None = None
-    """Token for `verbatim node`: opens the sessions of rollouts and nothing else. Unset: nodes need an admin token."""
-    admin_tokens: list[SecretStr] = Field(default_factory=list)
-    """Further valid admin tokens, for rotating them."""
-    trainer_tokens: list[SecretStr] = Field(default_factory=list)
-    """Further valid trainer tokens."""
-    node_tokens: list[SecretStr] = Field(default_factory=list)
-    """Further valid node tokens."""
-    admin_token_file: Path | None = None
-    """A file with further admin tokens, one per line; reread when it changes."""
-    trainer_token_file: Path | None = None
-    """The same for trainer tokens."""
-    node_token_file: Path | None = None
-    """The same for node tokens."""
+    admin_token: GivenToken = GivenToken()
+    """Token for the admin API, and a file with further ones, one per line, which is reread when it changes: to exchange a token, add the
+    new one there, switch the clients, remove the old one. Neither: generated at start and printed once."""
+    trainer_token: GivenToken = GivenToken()
+    """The same for leases and weight pushes."""
+    node_token: GivenToken = GivenToken()
+    """The same for `verbatim node`: it opens the sessions of rollouts and nothing else. Neither: nodes need an admin token."""
     open: Annotated[bool, Flag()] = False
     """Accept every program on this machine without a token or key. Only with a loopback `host`."""
     tls_cert: Annotated[Path | None, Flag("FILE")] = None
@@ -340,21 +378,21 @@ class Settings(BaseSettings):
                 raise ValueError(f"{error}, or auto") from error
         return name
 
-    @field_validator("engine_api_key_file")
+    @field_validator("engine_api_key")
     @classmethod
-    def _check_engine_key(cls, path: Path | None, others: ValidationInfo) -> Path | None:
-        given = others.data.get("engine_api_key")
-        if path is not None and given is not None and given.get_secret_value():
-            raise ValueError("VERBATIM_ENGINE_API_KEY is set, too: set one of the two")
-        if path is not None:
-            token_in(path)
-        return path
+    def _check_engine_key(cls, key: GivenToken) -> GivenToken:
+        if key.file is not None and key.token:
+            raise ValueError("VERBATIM_ENGINE_API_KEY_FILE is set, too: set one of the two")
+        if key.file is not None:
+            try:
+                token_in(key.file)
+            except ValueError as error:
+                raise ValueError(f"{key.file}: {error}") from error
+        return key
 
     def find_engine_key(self) -> str | None:
         """The bearer token for the engines. Raises ValueError for a file that cannot be read any more."""
-        if self.engine_api_key_file is not None:
-            return token_in(self.engine_api_key_file)
-        return (self.engine_api_key.get_secret_value() if self.engine_api_key else "") or None
+        return next(iter(self.engine_api_key.read()), None)
 
     @field_validator("engine_client_key")
     @classmethod
@@ -398,27 +436,19 @@ class Settings(BaseSettings):
         return models
 
     @property
-    def given_tokens(self) -> list[GivenTokens]:
-        return [
-            GivenTokens(TokenRole.TRAINER, (self.trainer_token, *self.trainer_tokens), self.trainer_token_file),
-            GivenTokens(TokenRole.NODE, (self.node_token, *self.node_tokens), self.node_token_file),
-            GivenTokens(TokenRole.ADMIN, (self.admin_token, *self.admin_tokens), self.admin_token_file),
-        ]
+    def tokens(self) -> dict[TokenRole, GivenToken]:
+        return {TokenRole.TRAINER: self.trainer_token, TokenRole.NODE: self.node_token, TokenRole.ADMIN: self.admin_token}
 
-    @field_validator("admin_token", "trainer_token", "node_token", "admin_tokens", "trainer_tokens", "node_tokens")
     @classmethod
-    def _check_tokens(cls, given: SecretStr | list[SecretStr] | None) -> SecretStr | list[SecretStr] | None:
-        for token in given if isinstance(given, list) else [given]:
-            if token is not None:
-                check_token(token.get_secret_value())
-        return given
-
-    @field_validator("admin_token_file", "trainer_token_file", "node_token_file")
-    @classmethod
-    def _check_token_file(cls, path: Path | None) -> Path | None:
-        if path is not None and not tokens_in(path):
-            raise ValueError("there is no token in it")
-        return path
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, _Environment(settings_cls)
 
     @field_validator("open")
     @classmethod

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from cells import escape_cell
-from pydantic import SecretStr
 from pydantic_core import PydanticUndefined
 
-from proxy.settings import Settings
+from proxy.settings import GivenToken, Settings, list_variables
 
 HEAD = """# Settings
 
@@ -24,9 +23,9 @@ Each setting of the service is an environment variable. Lists and maps are JSON.
 
 
 def render() -> str:
-    prefix = Settings.model_config["env_prefix"]
+    variables = list_variables(Settings)
     rows = [
-        f"| `{prefix}{name.upper()}` | {_format_default(field)} | {escape_cell(field.description or '')} |"
+        f"| {', '.join(f'`{each}`' for each in variables[name])} | {_format_default(field)} | {escape_cell(field.description or '')} |"
         for name, field in Settings.model_fields.items()
     ]
     return HEAD + "\n".join(rows) + "\n"
@@ -36,11 +35,11 @@ def _format_default(field: Any) -> str:
     value = field.get_default(call_default_factory=True)
     if value is PydanticUndefined:
         return "required"
-    if value is None or value in ([], {}, ""):
+    if value is None or value in ([], {}, "", GivenToken()):
         return "-"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
-    if isinstance(value, (Path, str, int, float)) and not isinstance(value, SecretStr):
+    if isinstance(value, (Path, str, int, float)):
         return f"`{value}`"
     if isinstance(value, (list, tuple, dict)):
         return f"`{escape_cell(json.dumps(value, default=str))}`"

@@ -25,13 +25,14 @@ from proxy.auth import (
     session_of_key,
 )
 from proxy.errors import Forbidden, Unauthorized
-from proxy.settings import Settings
+from proxy.settings import GivenToken, Settings, list_variables
 
-TOKENS = Tokens(
-    Settings(
-        admin_token=SecretStr("the-admin"), trainer_token=SecretStr("the-trainer"), node_token=SecretStr("the-node")
-    ).given_tokens
-)
+
+def one(token: str) -> GivenToken:
+    return GivenToken(token=SecretStr(token))
+
+
+TOKENS = Tokens(Settings(admin_token=one("the-admin"), trainer_token=one("the-trainer"), node_token=one("the-node")).tokens)
 
 
 @pytest.mark.parametrize("session_id", ["a", "task-1.try_2", "a-b-c", "-", "...", "x" * 128])
@@ -102,7 +103,7 @@ def test_a_nodes_token_opens_what_nodes_need_and_neither_a_trainers_nor_the_admi
 
 
 def test_a_token_of_two_roles_opens_what_either_does() -> None:
-    both = Tokens(Settings(trainer_token=SecretStr("x"), node_token=SecretStr("x")).given_tokens)
+    both = Tokens(Settings(trainer_token=one("x"), node_token=one("x")).tokens)
     for role in (Role.TRAINER, Role.NODE):
         assert both.check("x", role) is role
     with pytest.raises(Forbidden, match="admin token"):
@@ -120,8 +121,8 @@ def test_a_session_key_and_an_unknown_token_open_no_control_route() -> None:
 
 
 def test_a_token_that_is_not_set_is_not_opened_by_an_empty_one() -> None:
-    assert Tokens(Settings().given_tokens).roles_of("") == set()
-    assert Tokens(Settings(admin_token=SecretStr(""), admin_tokens=[SecretStr("")]).given_tokens).roles_of("") == set()
+    assert Tokens(Settings().tokens).roles_of("") == set()
+    assert Tokens(Settings(admin_token=one("")).tokens).roles_of("") == set()
 
 
 def test_minted_tokens_are_long_and_differ() -> None:
@@ -129,17 +130,42 @@ def test_minted_tokens_are_long_and_differ() -> None:
     assert mint_token() != mint_token()
 
 
-def test_several_tokens_of_a_role_are_valid_at_once() -> None:
-    settings = Settings(
-        admin_token=SecretStr("new"), admin_tokens=[SecretStr("old"), SecretStr("older")], trainer_tokens=[SecretStr("t")]
-    )
-    tokens = Tokens(settings.given_tokens)
+def test_several_tokens_of_a_role_are_valid_at_once(tmp_path: Path) -> None:
+    (tmp_path / "more").write_text("old\nolder\n")
+    admin = GivenToken(token=SecretStr("new"), file=tmp_path / "more")
+    tokens = Tokens(Settings(admin_token=admin, trainer_token=one("t")).tokens)
     assert [tokens.roles_of(secret) for secret in ("new", "old", "older")] == [{Role.ADMIN}] * 3
     assert tokens.roles_of("t") == {Role.TRAINER}
+    assert admin.read() == ["new", "old", "older"]
+
+
+@pytest.mark.parametrize("name", [*(f"{role}_token" for role in Role), "engine_api_key"])
+def test_each_token_comes_by_itself_or_in_a_file_by_variables_of_one_form(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in-a-file\n")
+    variable, variable_of_file = list_variables(Settings)[name]
+    assert (variable, variable_of_file) == (f"VERBATIM_{name.upper()}", f"VERBATIM_{name.upper()}_FILE")
+    monkeypatch.setenv(variable, "alone")
+    assert getattr(Settings(), name).read() == ["alone"]
+    monkeypatch.setenv(variable, "")
+    monkeypatch.setenv(variable_of_file, str(tmp_path / "file"))
+    assert getattr(Settings(), name).read() == ["in-a-file"]
+    monkeypatch.setenv(variable_of_file, "")
+    assert getattr(Settings(), name).read() == []
+
+
+def test_the_engines_key_is_one_key(tmp_path: Path) -> None:
+    (tmp_path / "two").write_text("a\nb\n")
+    with pytest.raises(ValidationError, match="it does not hold one key"):
+        Settings(engine_api_key=GivenToken(file=tmp_path / "two"))
+    (tmp_path / "two").write_text("a\n")
+    with pytest.raises(ValidationError, match="set one of the two"):
+        Settings(engine_api_key=GivenToken(token=SecretStr("b"), file=tmp_path / "two"))
 
 
 def test_a_token_of_both_roles_is_the_admins() -> None:
-    tokens = Tokens(Settings(admin_token=SecretStr("x"), trainer_token=SecretStr("x")).given_tokens)
+    tokens = Tokens(Settings(admin_token=one("x"), trainer_token=one("x")).tokens)
     assert tokens.check("x", Role.TRAINER) is tokens.check("x", Role.ADMIN) is Role.ADMIN
 
 
@@ -151,7 +177,7 @@ def test_a_token_file_is_read_again_when_it_was_replaced(tmp_path: Path) -> None
         (tmp_path / name / "token").write_text(text)
     current = tmp_path / "current"
     current.symlink_to("first")
-    tokens = Tokens(Settings(admin_token_file=current / "token").given_tokens, clock=lambda: now)
+    tokens = Tokens(Settings(admin_token=GivenToken(file=current / "token")).tokens, clock=lambda: now)
     assert (tokens.roles_of("old"), tokens.roles_of("new")) == ({Role.ADMIN}, set())
     for name, old in (("second", {Role.ADMIN}), ("third", set[Role]())):
         (tmp_path / "next").symlink_to(name)
@@ -164,7 +190,7 @@ def test_a_token_file_that_is_gone_leaves_the_tokens_and_is_said_once(tmp_path: 
     now = 0.0
     file = tmp_path / "token"
     file.write_text("the-secret")
-    tokens = Tokens(Settings(trainer_token_file=file).given_tokens, clock=lambda: now)
+    tokens = Tokens(Settings(trainer_token=GivenToken(file=file)).tokens, clock=lambda: now)
     assert tokens.roles_of("the-secret") == {Role.TRAINER}
     file.unlink()
     with caplog.at_level(logging.ERROR):
@@ -178,7 +204,7 @@ def test_a_token_file_that_is_empty_opens_nothing_any_more(tmp_path: Path) -> No
     now = 0.0
     file = tmp_path / "token"
     file.write_text("secret")
-    tokens = Tokens(Settings(admin_token_file=file).given_tokens, clock=lambda: now)
+    tokens = Tokens(Settings(admin_token=GivenToken(file=file)).tokens, clock=lambda: now)
     assert tokens.roles_of("secret") == {Role.ADMIN}
     file.write_text("")
     now += CHECK_SECONDS
@@ -190,16 +216,16 @@ def test_a_token_file_without_a_usable_token_is_refused_at_the_start(tmp_path: P
     file = tmp_path / "token"
     file.write_text(text)
     with pytest.raises(ValidationError, match="token"):
-        Settings(admin_token_file=file)
+        Settings(admin_token=GivenToken(file=file))
     with pytest.raises(ValidationError, match="cannot be read"):
-        Settings(trainer_token_file=tmp_path / "nowhere")
+        Settings(trainer_token=GivenToken(file=tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize("token", ["two words", "tök", "line\nbreak"])
 def test_a_token_that_no_header_carries_is_refused(token: str) -> None:
-    for given in ({"admin_token": token}, {"trainer_tokens": [token]}):
+    for name in ("admin_token", "trainer_token"):
         with pytest.raises(ValidationError, match="ASCII"):
-            Settings(**given)  # type: ignore[arg-type]
+            Settings(**{name: token})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.8.8.8"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,12 +46,11 @@ def harness_calls(service: Serving, session: dict[str, Any], key: str | None) ->
 
 def test_no_secret_is_written_anywhere(data: Path, engine: ScriptedEngine, tmp_path: Path) -> None:
     file = tmp_path / "tokens"
-    file.write_text(FROM_FILE)
+    file.write_text(f"{OLD_ADMIN}\n{FROM_FILE}\n")
     with Serving(
         *("--engine", engine.url, "--log-level", "debug"),
         data_dir=data,
         VERBATIM_ADMIN_TOKEN=ADMIN,
-        VERBATIM_ADMIN_TOKENS=json.dumps([OLD_ADMIN]),
         VERBATIM_ADMIN_TOKEN_FILE=str(file),
         VERBATIM_TRAINER_TOKEN=TRAINER,
         VERBATIM_ENGINE_API_KEY=ENGINE_KEY,
@@ -106,8 +104,8 @@ def test_no_secret_is_written_anywhere(data: Path, engine: ScriptedEngine, tmp_p
         (["--redis", "nonsense://me:hidden-word@127.0.0.1:1"], {}, "hidden-word"),
         (["--redis", "redis://me:hidden-word@127.0.0.1:none"], {}, "hidden-word"),
         ([], {"VERBATIM_ADMIN_TOKEN": "hidden word"}, "hidden"),
-        ([], {"VERBATIM_TRAINER_TOKENS": '["hidden-word", "hid den"]'}, "hid"),
-        ([], {"VERBATIM_TRAINER_TOKENS": "hidden-word"}, "hidden-word"),
+        ([], {"VERBATIM_TRAINER_TOKEN": "hid den"}, "hid"),
+        ([], {"VERBATIM_ENGINE_API_KEY": "hid den"}, "hid"),
         (["--engine", "http://me:hidden-word@127.0.0.1:9"], {}, "hidden-word"),
     ],
 )

@@ -200,8 +200,8 @@ async def test_the_sweeper_is_let_in_whatever_the_tokens_are(
     redis_server.flushall()
     monkeypatch.setenv("VERBATIM_TASK_SWEEP_SECONDS", "0.05")
     (tmp_path / "tokens").write_text(f"# of the test\n{ADMIN}\n")
-    rule = {"open": True} if kind == "open" else {"admin_token_file": tmp_path / "tokens"}
-    with serving_tasks(redis_server.url, admin_token=None, trainer_token=None, **rule) as running:
+    rule = {"open": True} if kind == "open" else {"admin_token": {"file": tmp_path / "tokens"}}
+    with serving_tasks(redis_server.url, **{"admin_token": None, "trainer_token": None, **rule}) as running:
         submit(running, task_id="t")
         async with at(redis_server) as stores, Sessions(running.url, ADMIN) as sessions:
             node = stores.node("a")

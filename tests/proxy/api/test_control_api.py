@@ -23,7 +23,7 @@ from proxy.app import build_control_router, build_services
 from proxy.auth import key_opens
 from proxy.errors import EngineUnavailable
 from proxy.services import Services
-from proxy.settings import Settings
+from proxy.settings import GivenToken, Settings
 from proxy.store import keys
 from proxy.store.connection import StoreConnection
 from proxy.store.delivery import CloseRequest
@@ -101,7 +101,9 @@ class Service:
 
 @asynccontextmanager
 async def running(url: str, **options: Any) -> AsyncIterator[Service]:
-    settings = Settings(admin_token=SecretStr("admin"), trainer_token=SecretStr("trainer"), **options)
+    settings = Settings(
+        admin_token=GivenToken(token=SecretStr("admin")), trainer_token=GivenToken(token=SecretStr("trainer")), **options
+    )
     connection = StoreConnection(url)
     services = build_services(settings, connection)
     pool, updater = ScriptedPool(), ScriptedUpdater()

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from cli.main import app
 from proxy.auth import Role, Tokens, check_same_site
 from proxy.errors import Forbidden
-from proxy.settings import Settings
+from proxy.settings import GivenToken, Settings
 from proxy.ui.pictures import MOST_RUNS, Rewards, draw_tree
 from proxy.ui.router import COOKIE, is_valid, sign_until
 from proxy.ui.session_view import PREVIEW_CHARACTERS, preview_reply
@@ -145,7 +145,10 @@ def test_a_cookie_ends_with_its_time_and_with_its_token(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text("first-token-of-the-test\nsecond-token-of-the-test\n")
     now = [0.0]
-    tokens = Tokens(Settings(admin_token_file=file, trainer_token=SecretStr("trainer")).given_tokens, clock=lambda: now[0])
+    tokens = Tokens(
+        Settings(admin_token=GivenToken(file=file), trainer_token=GivenToken(token=SecretStr("trainer"))).tokens,
+        clock=lambda: now[0],
+    )
     first, second = tokens.digests_of(Role.ADMIN)
     cookie = sign_until(first, 1000, "a")
     assert is_valid(tokens, cookie, lambda: 999.0) and is_valid(tokens, sign_until(second, 1000, "b"), lambda: 999.0)

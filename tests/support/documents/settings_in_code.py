@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from proxy.settings import Settings
+from proxy.settings import Settings, list_variables
 from rollout.runtimes.settings import VARIABLES
 from rollout.sweeper import RolloutSettings
 from tests import ROOT
@@ -17,6 +17,6 @@ _READ = re.compile(r"""(?:environ(?:\.get)?[(\[]|env\.get\(|envvar=|\(env,)\s*"(
 @cache
 def variables() -> frozenset[str]:
     """Of every process of the project."""
-    fields = {f"VERBATIM_{name.upper()}" for settings in (Settings, RolloutSettings) for name in settings.model_fields}
+    fields = {name for settings in (Settings, RolloutSettings) for each in list_variables(settings).values() for name in each}
     files = [file for room in ("cli", "rollout", "trainer_client", "proxy") for file in (ROOT / room).rglob("*.py")]
     return frozenset(fields | {*VARIABLES.values()} | {name for file in files for name in _READ.findall(file.read_text())})
