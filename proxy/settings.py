@@ -1,11 +1,12 @@
 """The settings of one process. The environment is read here and nowhere else.
 
 Set any field with `VERBATIM_<NAME>`, for example `VERBATIM_KEEPALIVE_SECONDS=5`. Lists and mappings in the environment are JSON. A
-field marked `Flag` is also a flag of `verbatim serve`; its type, default and text stand here alone.
+field marked `Flag` is also a flag of `verbatim serve`; its type, default and text stand here alone. Traces have OpenTelemetry's variables.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -50,12 +51,14 @@ class Flag:
     """What its help calls the value. Empty: the values that there are, or none."""
 
 
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        # A parent package is missing.
-        return False
+def find_collector() -> str | None:
+    """The variable of OpenTelemetry that names a collector of traces; None where there is none, or traces are turned off."""
+    if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or os.environ.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
+        return None
+    return next((name for name in _COLLECTORS if os.environ.get(name)), None)
+
+
+_COLLECTORS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
 class GivenToken(BaseModel, frozen=True):
@@ -355,11 +358,6 @@ class Settings(BaseSettings):
     """Log one line per call: session, outcome and times, never content."""
     log_format: Annotated[Literal["human", "json"], Flag()] = "human"
     """Lines for people, or one JSON object per line."""
-    trace_endpoint: str | None = None
-    """Full URL to which OpenTelemetry traces of calls are sent by OTLP over HTTP: http://collector:4318/v1/traces. Unset: no traces. The
-    SDK's own OTEL_ variables (headers, certificates, service name) apply."""
-    trace_ratio: float = Field(1.0, ge=0, le=1)
-    """Share of calls to trace, among those without a traceparent; with one, the harness has decided."""
 
     weights_roots: list[Path] = Field(default_factory=list)
     """Folders that weight pushes may use; empty: any path. The engines open it, not the service."""
@@ -415,15 +413,6 @@ class Settings(BaseSettings):
     def _check_builder(cls, name: str) -> str:
         builders().load(name)
         return name
-
-    @field_validator("trace_endpoint")
-    @classmethod
-    def _check_trace_endpoint(cls, endpoint: str | None) -> str | None:
-        if endpoint is not None and not re.match(r"https?://[^/]+/", endpoint):
-            raise ValueError("it is the whole URL of a collector, for example http://collector:4318/v1/traces")
-        if endpoint is not None and not _is_installed("opentelemetry.exporter.otlp.proto.http"):
-            raise ValueError(f"the OpenTelemetry SDK is missing: {how_to_install('otel')}")
-        return endpoint
 
     @field_validator("policy_models")
     @classmethod

@@ -9,8 +9,9 @@ from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Self
 
 from proxy.errors import VerbatimError
-from proxy.settings import Settings
+from proxy.settings import Settings, find_collector
 from proxy.timeline import CallTrace
+from reconstruct.extras import how_to_install
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -27,7 +28,7 @@ class Observer:
     @classmethod
     def of(cls, settings: Settings) -> Self | None:
         """None where the settings ask for neither."""
-        tracing = Tracing.to(settings)
+        tracing = Tracing.to_collector()
         return cls(tracing, logs=settings.log_calls) if tracing is not None or settings.log_calls else None
 
     def begin_trace(self, headers: Mapping[str, str]) -> CallTrace | None:
@@ -184,26 +185,29 @@ EXPORT_SECONDS = 5.0
 class Tracing:
     """`exporter` is given the spans that ended, in batches, from a thread of its own."""
 
-    def __init__(self, exporter: SpanExporter, ratio: float) -> None:
+    def __init__(self, exporter: SpanExporter) -> None:
         from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 
-        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES have the last word.
+        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES have the last word, OTEL_TRACES_SAMPLER says what is sampled.
         resource = Resource.create({SERVICE_NAME: "verbatim"}).merge(OTELResourceDetector().detect())
-        self._provider = TracerProvider(ParentBasedTraceIdRatio(ratio), resource, shutdown_on_exit=False)
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("verbatim")
 
     @classmethod
-    def to(cls, settings: Settings) -> Self | None:
-        """To the collector of the settings; None where they name none."""
-        if settings.trace_endpoint is None:
+    def to_collector(cls) -> Self | None:
+        """To the collector that OpenTelemetry's variables name; None where they name none. A variable that is set for all programs of a
+        machine is no reason not to start: without the SDK there are no traces, and one line says so."""
+        if (variable := find_collector()) is None:
             return None
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
-        return cls(OTLPSpanExporter(settings.trace_endpoint, timeout=EXPORT_SECONDS), settings.trace_ratio)
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        except ModuleNotFoundError:
+            log.warning("%s is set, but no traces are sent: %s", variable, how_to_install("otel"))
+            return None
+        return cls(OTLPSpanExporter(timeout=EXPORT_SECONDS))
 
     def begin(self, headers: Mapping[str, str]) -> Spans:
         return Spans(self._tracer, headers)

@@ -32,7 +32,7 @@ from proxy.engine.wire.http import EngineHttp
 from proxy.engine.wire.tls import build_client_tls
 from proxy.errors import EngineBusy, EngineUnavailable, NotFound, StoreUnavailable, VerbatimError
 from proxy.metrics import Metrics
-from proxy.settings import Settings
+from proxy.settings import Settings, find_collector
 from proxy.store.service import EngineStore
 from proxy.timeline import ENGINE, QUEUE, CancelScope, Timeline, Waiting, carried
 
@@ -536,7 +536,7 @@ def open_channels(settings: Settings) -> Channels:
         read_seconds=settings.engine_timeout_seconds,
         idle_seconds=_IDLE_SECONDS,
         socket_factory=_make_socket,
-        trace_headers=carried if settings.trace_endpoint is not None else None,
+        trace_headers=carried if find_collector() is not None else None,
         session_header=settings.engine_session_header,
         tls=_build_tls(settings),
     )

@@ -7,7 +7,8 @@ import logging
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
@@ -16,11 +17,11 @@ from typing import Any, Self
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from pydantic import ValidationError
 
 from cli.serving.logs import JsonLine, OneLine
 from proxy import timeline
-from proxy.settings import Settings
+from proxy.call.observe import Tracing
+from proxy.settings import find_collector
 from tests.support.engine.scripted_engine import Fail, Hang, Say, ScriptedEngine
 from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer
@@ -38,11 +39,17 @@ def engine() -> Iterator[ScriptedEngine]:
         yield scripted
 
 
-def traced(receiver: OtlpReceiver, engine: ScriptedEngine, redis_server: RedisServer, **settings: Any) -> RunningService:
+@contextmanager
+def traced(
+    receiver: OtlpReceiver, engine: ScriptedEngine, redis_server: RedisServer, otel: Mapping[str, str] = {}, **settings: Any
+) -> Iterator[RunningService]:
     """Its last spans are sent when it stops."""
     redis_server.flushall()
-    settings = {"engine_api": "token", "trace_endpoint": receiver.endpoint, **settings}
-    return RunningService(engine.url, redis_server.url, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": receiver.endpoint, **otel}.items():
+            patch.setenv(name, value)
+        with RunningService(engine.url, redis_server.url, **{"engine_api": "token", **settings}) as service:
+            yield service
 
 
 def tree_of(spans: list[ReceivedSpan]) -> tuple[ReceivedSpan, list[ReceivedSpan]]:
@@ -107,8 +114,9 @@ def test_a_harness_that_does_not_want_its_call_traced_is_heard(engine: ScriptedE
     with OtlpReceiver() as receiver:
         with traced(receiver, engine, redis_server) as service:
             service.session().ask("hello", extra_headers={"traceparent": f"00-{HARNESS_TRACE}-{HARNESS_SPAN}-00"})
-        with traced(receiver, engine, redis_server, trace_ratio=0) as service:
-            service.session().ask("hello")
+        for otel in ({"OTEL_TRACES_SAMPLER": "always_off"}, {"OTEL_SDK_DISABLED": "true"}, {"OTEL_TRACES_EXPORTER": "none"}):
+            with traced(receiver, engine, redis_server, otel) as service:
+                service.session().ask("hello")
     assert receiver.spans == []
 
 
@@ -216,9 +224,19 @@ print([name for name in sys.modules if name.startswith(("opentelemetry.sdk.trace
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
-def test_an_endpoint_that_is_no_whole_url_is_refused() -> None:
-    with pytest.raises(ValidationError, match="whole URL of a collector"):
-        Settings(trace_endpoint="http://collector:4318")
+def test_a_collector_for_all_signals_does_too_and_without_the_sdk_the_service_starts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A cluster may set it for every pod."""
+    assert find_collector() is None
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    assert find_collector() == "OTEL_EXPORTER_OTLP_ENDPOINT"
+    tracing = Tracing.to_collector()
+    assert tracing is not None
+    tracing.close()
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    assert Tracing.to_collector() is None
+    assert "OTEL_EXPORTER_OTLP_ENDPOINT is set, but no traces are sent" in caplog.text
 
 
 # A collector of traces on loopback
