@@ -265,6 +265,8 @@ def _positions(call_ids: Sequence[str]) -> dict[str, int]:
 def name_calls(replayed: Message, reply: Message, after: Sequence[Message]) -> Sequence[Message]:
     """The messages `after` a `replayed` reply as they read after the `reply` that was sent: tool results that name a call by an id of
     the harness's own name it by the reply's, which stands in the prompt."""
+    if not replayed.get("tool_calls") and not reply.get("tool_calls"):
+        return after
     theirs, ours = ([str(call.get("id") or "") for call in each.get("tool_calls") or ()] for each in (replayed, reply))
     if theirs == ours or len(theirs) != len(ours):
         return after
@@ -285,7 +287,8 @@ def name_calls(replayed: Message, reply: Message, after: Sequence[Message]) -> S
 
 def minted_call_ids(message: Message) -> list[str]:
     """The call ids that the service minted into the message's tool-call ids (`call_<call id>_<position>`)."""
-    places = (read_tool_call_id(call.get("id") or "") for call in message.get("tool_calls") or ())
+    calls = message.get("tool_calls")
+    places = map(read_tool_call_id, [call.get("id") or "" for call in calls]) if calls else ()
     return [place[0] for place in places if place is not None]
 
 
@@ -300,6 +303,8 @@ def read_tool_call_id(identifier: str) -> tuple[str, int] | None:
 def rename_calls(message: Message, rename: Callable[[str], str]) -> Message:
     """The message with other ids of its tool calls, or of the call that it answers; the same object if none changes."""
     calls, answers = message.get("tool_calls") or (), str(message.get("tool_call_id") or "")
+    if not calls and not answers:
+        return message
     renamed = [{**call, "id": rename(str(call.get("id") or ""))} for call in calls]
     changed: dict[str, Any] = {}
     if any(new["id"] != (old.get("id") or "") for new, old in zip(renamed, calls, strict=True)):

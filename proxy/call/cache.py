@@ -20,7 +20,6 @@ from proxy.errors import Conflict, NotFound, Unauthorized
 from proxy.images import ImageBounds
 from proxy.store.sessions import Begun, SessionStore, digest, is_reference, refer
 from proxy.store.states import Fork, SessionInfo
-from proxy.timeline import STORE, Waiting
 
 LONG_BYTES = 2**20
 """Records of more than this take a while to be decoded."""
@@ -90,8 +89,7 @@ class SessionCache:
             self.found += tree.known > 0
             return tree
         # Also when memory admits nobody: meanwhile another session may have been given the same id, and another key.
-        with Waiting(STORE):
-            state = await self._sessions.load(session_id)
+        state = await self._sessions.load(session_id)
         if state is None:
             self.forget(session_id)
             raise NotFound(f"session '{session_id}' does not exist")
@@ -106,8 +104,7 @@ class SessionCache:
             tree.recording = await self.load_recording(state.info.replay)
         if state.calls:
             self.reloaded += 1
-            with Waiting(STORE):
-                records = await self._sessions.load_records(session_id)
+            records = await self._sessions.load_records(session_id)
             # Of a long session beside everybody else's calls.
             if sum(map(len, records)) > LONG_BYTES:
                 await asyncio.to_thread(tree.learn, records, 0)
@@ -123,13 +120,12 @@ class SessionCache:
         recording = self._recordings.get(fork)
         if recording is not None:
             return recording
-        with Waiting(STORE):
-            state = await self._sessions.load(fork.session_id)
-            if state is not None:
-                state.info.check_understood()
-            entries = await self._sessions.load_entries(fork.session_id, 0, fork.calls - 1) if fork.calls else []
-            records = await self._sessions.resolve(entries)
-            delivered = await self._sessions.load_heard(fork.session_id)
+        state = await self._sessions.load(fork.session_id)
+        if state is not None:
+            state.info.check_understood()
+        entries = await self._sessions.load_entries(fork.session_id, 0, fork.calls - 1) if fork.calls else []
+        records = await self._sessions.resolve(entries)
+        delivered = await self._sessions.load_heard(fork.session_id)
         gone = state is None or state.info.created_at != fork.created_at or len(records) < fork.calls
         if gone or any(map(is_reference, records)):
             raise Conflict(f"the records of session '{fork.session_id}', which are to be replayed, are gone")
@@ -151,8 +147,7 @@ class SessionCache:
     async def refresh(self, tree: Session) -> bool:
         """Take in what other processes recorded meanwhile, and all records where texts are missing; whether that was anything."""
         start = 0 if tree.lacks_texts else tree.known
-        with Waiting(STORE):
-            records = await self._sessions.load_records(tree.info.session_id, start)
+        records = await self._sessions.load_records(tree.info.session_id, start)
         new = tree.learn(records, start)
         self.weigh(tree)
         return new

@@ -13,7 +13,6 @@ from proxy.engine.apis.contact import EngineKinds
 from proxy.engine.replica import Replica
 from proxy.errors import Conflict, RequestError
 from proxy.store.media import MediaStore
-from proxy.timeline import STORE, Waiting
 
 
 class ImageHook(CallHook):
@@ -51,8 +50,7 @@ class ImageCache:
         unknown = digests - sent.keys() - tree.kept_images
         if unknown:
             # Of another process's calls, or only named. A stored history names what its own session sent.
-            with Waiting(STORE):
-                tree.kept_images |= (await self._store.sizes(tree.info.session_id, tree.info.created_at)).keys()
+            tree.kept_images |= (await self._store.sizes(tree.info.session_id, tree.info.created_at)).keys()
             unknown -= tree.kept_images
             if unknown and tree.recording is not None:
                 # What a fork replays, its origin keeps.
@@ -67,8 +65,7 @@ class ImageCache:
         if not new:
             return
         session_id = tree.info.session_id
-        with Waiting(STORE):
-            kept = await self._store.count(session_id, tree.info.created_at)
+        kept = await self._store.count(session_id, tree.info.created_at)
         if kept + len(new) > tree.bounds.per_session:
             raise RequestError(
                 f"session '{session_id}' has {kept} images and the request {len(new)} new ones, of at most "
@@ -81,8 +78,7 @@ class ImageCache:
         for digest in found:
             self._recent.move_to_end(digest)
         if missing := digests - found.keys():
-            with Waiting(STORE):
-                loaded = await self._store.load(missing)
+            loaded = await self._store.load(missing)
             if lost := missing - loaded.keys():
                 raise Conflict(f"the store has lost the image with the digest {min(lost)}")
             found |= loaded
@@ -94,8 +90,7 @@ class ImageCache:
         request, tree = call.request, call.session
         new = {digest: request.image_bytes[digest] for digest in request.images if digest not in tree.kept_images}
         if new:
-            with Waiting(STORE):
-                await self._store.keep(call.session_id, tree.info.created_at, new)
+            await self._store.keep(call.session_id, tree.info.created_at, new)
             tree.kept_images |= new.keys()
             self._remember(new)
 

@@ -44,7 +44,7 @@ from proxy.services import Services
 from proxy.settings import Settings
 from proxy.store.sessions import Begun
 from proxy.store.states import NO_SHARE, Intent, Share
-from proxy.timeline import COMMIT, INTENT, PLAN, REPLY, SAMPLE, STORE, CancelScope, Timeline, Waiting
+from proxy.timeline import COMMIT, INTENT, PLAN, REPLY, SAMPLE, CancelScope, Timeline
 from reconstruct.codec import encode
 from reconstruct.media import Media, find_placeholders, name_ranges
 from reconstruct.records import Call
@@ -191,10 +191,9 @@ async def _write_intent(
     session, parent_id = call.session, found.parent.call_id if found.parent else None
     intent = Intent(call.call_id, parent_id, call.digest, replica.name, call.started_at)
     most, created_at = services.settings.max_session_bytes, session.info.created_at
-    with Waiting(STORE):
-        return await services.sessions.begin(
-            call.session_id, session.known, intent, most, left=left, wanted=share, created_at=created_at
-        )
+    return await services.sessions.begin(
+        call.session_id, session.known, intent, most, left=left, wanted=share, created_at=created_at
+    )
 
 
 def _explain_full(session_id: str, most_bytes: int) -> SessionFull:
@@ -337,8 +336,7 @@ async def commit(call: Admitted, records: Sequence[Call], services: Services) ->
     # A long text is compressed beside everybody else's calls.
     encoded = _encode_records(records) if size <= _LONG_BYTES else await asyncio.to_thread(_encode_records, records)
     created_at = call.session.info.created_at
-    with Waiting(STORE):
-        return await services.sessions.commit(call.session_id, call.call_id, encoded, size, created_at=created_at)
+    return await services.sessions.commit(call.session_id, call.call_id, encoded, size, created_at=created_at)
 
 
 def remember(sampled: Sampled, found: Continuation, records: Sequence[Call], total: int, services: Services) -> None:

@@ -17,6 +17,7 @@ import logging
 import os
 import shutil
 import ssl
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -40,7 +41,7 @@ from proxy.store.node import (
     goes_through_pipe,
     speaks_tls,
 )
-from proxy.timeline import Deadline
+from proxy.timeline import STORE, TIMELINE, Deadline
 
 if TYPE_CHECKING:
     from proxy.settings import Settings
@@ -172,15 +173,23 @@ class StoreConnection:
         patient: bool = False,
     ) -> Any:
         """The script's answer. Its source is sent only to a server that has not cached it."""
+        since = time.perf_counter()
         attempt = partial(self._run, script, keys, args, self._durability if durable else ())
-        return await (self._retry(attempt) if patient else attempt())
+        try:
+            return await (self._retry(attempt) if patient else attempt())
+        finally:
+            TIMELINE.get().waited(STORE, since)
 
     async def execute(self, *command: Argument, key: str | None = None, patient: bool = False) -> Any:
         """The command's answer. `key` selects the server of a cluster; None: the first argument, if there is one."""
+        since = time.perf_counter()
         if key is None and len(command) > 1:
             key = str(command[1])
         attempt = partial(self._send, key, (command,))
-        return (await (self._retry(attempt) if patient else attempt()))[0]
+        try:
+            return (await (self._retry(attempt) if patient else attempt()))[0]
+        finally:
+            TIMELINE.get().waited(STORE, since)
 
     async def ping(self, *, patient: bool = False) -> None:
         """Returns when a server that holds keys answers."""

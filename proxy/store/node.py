@@ -280,8 +280,7 @@ class Pipe(asyncio.Protocol):
         self._replies = hiredis.Reader(
             protocolError=broken.InvalidResponse, replyError=BaseParser.parse_error, notEnoughData=_INCOMPLETE
         )
-        self._retired = False
-        self.lost = False
+        self._retired = self.lost = False
 
     @classmethod
     async def open(cls, pool: ConnectionPool) -> Pipe:
@@ -297,9 +296,9 @@ class Pipe(asyncio.Protocol):
         transport.set_protocol(pipe)
         return pipe
 
-    async def send(self, command: Command) -> Any:
-        """The answer. Raises the error reply as redis-py's error, and its ConnectionError when the connection breaks."""
-        if self.lost:
+    def send(self, command: Command) -> asyncio.Future[Any]:
+        """The answer to come. It raises the error reply as redis-py's error, and its ConnectionError when the connection breaks."""
+        if self.lost or self._retired:
             raise broken.ConnectionError("the connection was lost")
         # Pack first: a command that cannot be packed must not wait for an answer, or it would take the next one's.
         packed = hiredis.pack_command(tuple(command))  # type: ignore[arg-type]
@@ -308,16 +307,13 @@ class Pipe(asyncio.Protocol):
         if not self._unsent:
             self._loop.call_soon(self._write)
         self._unsent.append(packed)
-        try:
-            return await answer
-        finally:
-            # An error in it holds this frame, which would hold it, and with it the command.
-            del answer
-            self._close_if_done()
+        return answer
 
     def retire(self) -> None:
-        """Close it once no answer is awaited any more."""
+        """Take no more commands, and close once no answer is awaited any more."""
         self._retired = True
+        for answer in self._waiting:
+            answer.add_done_callback(self._close_if_done)
         self._close_if_done()
 
     def close(self) -> None:
@@ -354,8 +350,8 @@ class Pipe(asyncio.Protocol):
             # uvloop's, for a connection that the server has reset.
             self.connection_lost(error)
 
-    def _close_if_done(self) -> None:
-        if self._retired and not self.lost and all(answer.done() for answer in self._waiting):
+    def _close_if_done(self, _: asyncio.Future[Any] | None = None) -> None:
+        if not self.lost and all(answer.done() for answer in self._waiting):
             self.close()
 
     def _answer(self, reply: Any) -> None:

@@ -64,16 +64,17 @@ class BrokenOff(ChannelError):
 
 
 class Receiver(Protocol):
-    """What takes one answer, as it arrives. `status` is 0 until it is known; `waits`: nothing is read until its reader
-    has caught up, so that a silence is not the engine's."""
+    """What takes one answer. `status` is 0 until it is known; `waits`: nothing is read until its reader has caught up, so that a silence is
+    not the engine's. One that `streams` is told the status and gets the body as it arrives; `finish` and `fail` give the rest of it."""
 
     status: int
     waits: bool
+    streams: bool
 
     def set_status(self, status: int, headers: Mapping[bytes, bytes]) -> None: ...
     def add_body(self, body: bytes) -> None: ...
-    def finish(self) -> None: ...
-    def fail(self, error: Exception) -> None: ...
+    def finish(self, body: bytes) -> None: ...
+    def fail(self, error: Exception, body: bytes = b"") -> None: ...
 
 
 class Channel(asyncio.Protocol):
@@ -131,16 +132,11 @@ class Channel(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._pass_on()
             if self._receiver is not None:
-                self._receiver.fail(BrokenOff(f"the engine's answer is not HTTP: {error}"))
+                self._receiver.fail(BrokenOff(f"the engine's answer is not HTTP: {error}"), self._take_body())
             self.close()
-        bodies = self._bodies
-        if len(bodies) == 1 and self._receiver is not None:
-            # What nearly every token is.
-            self._receiver.add_body(bodies.pop())
-        elif bodies:
-            self._pass_on()
+        if self._bodies and self._receiver is not None and self._receiver.streams:
+            self._receiver.add_body(self._take_body())
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
@@ -153,36 +149,36 @@ class Channel(asyncio.Protocol):
             return
         if exc is None and receiver.status and not {b"content-length", b"transfer-encoding"} & _lower(self._headers).keys():
             # It ends with its connection.
-            receiver.finish()
+            receiver.finish(self._take_body())
             return
         reason = str(exc) if exc else "the engine closed the connection"
-        receiver.fail(BrokenOff(reason) if receiver.status else Unanswered(reason))
+        receiver.fail(BrokenOff(reason) if receiver.status else Unanswered(reason), self._take_body())
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if self._receiver is None:
             # An answer without a request: later answers could not be matched either.
             self.close()
-        elif status >= 200:
-            self._receiver.set_status(status, self._headers)
-        else:
+        elif status < 200:
             # Informational answers precede the real one.
             self._headers.clear()
+        elif status == 200 and not self._receiver.streams:
+            self._receiver.status = status
+        else:
+            self._receiver.set_status(status, self._headers)
 
-    def _pass_on(self) -> None:
+    def _take_body(self) -> bytes:
+        """What has arrived and was not given to a receiver."""
         body = self._bodies[0] if len(self._bodies) == 1 else b"".join(self._bodies)
         self._bodies.clear()
-        if body and self._receiver is not None:
-            self._receiver.add_body(body)
+        return body
 
     def on_message_complete(self) -> None:
         receiver = self._receiver
         if receiver is None or not receiver.status:
             return
-        if self._bodies:
-            self._pass_on()
         self._receiver = None
-        receiver.finish()
+        receiver.finish(self._take_body())
         # An engine may refuse a request of which it has only a part; another one cannot follow that.
         was_sent = not self._transport.get_write_buffer_size()
         if self._parser.should_keep_alive() and was_sent and not self.lost:
@@ -209,7 +205,7 @@ class Channel(asyncio.Protocol):
             self._watch(min(self._heard_at + self._read_seconds, self._until))
             return
         said = f"nothing for {self._read_seconds:g} seconds" if silent else "no whole answer in time"
-        self._receiver.fail(TimeoutError(f"the engine sent {said}"))
+        self._receiver.fail(TimeoutError(f"the engine sent {said}"), self._take_body())
         self.close()
 
 
@@ -225,37 +221,36 @@ class WholeResponse:
     """An engine's answer that is wanted whole. It is there when `arrived` is done, which raises what broke it. `retry_after` is of a
     refusal, of which as much of the body counts as came: an engine may hang up while it refuses."""
 
-    waits = False
+    waits = streams = False
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.status = 0
         self.retry_after = ""
         self.body = b""
         self.arrived: asyncio.Future[None] = loop.create_future()
-        self._parts: list[bytes] = []
 
     def set_status(self, status: int, headers: Mapping[bytes, bytes]) -> None:
-        self.status = status
-        if status != 200:
-            self.retry_after = _retry_after(headers)
+        self.status, self.retry_after = status, _retry_after(headers)
 
     def add_body(self, body: bytes) -> None:
-        self._parts.append(body)
+        raise RuntimeError("a whole answer is taken at its end")
 
-    def finish(self) -> None:
+    def finish(self, body: bytes) -> None:
         if not self.arrived.done():
-            self.body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+            self.body = body
             self.arrived.set_result(None)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: Exception, body: bytes = b"") -> None:
         if self.status not in (0, 200):
-            self.finish()
+            self.finish(body)
         elif not self.arrived.done():
             self.arrived.set_exception(error)
 
 
 class EngineResponse:
     """An engine's answer as it arrives: `status`, `retry_after` of a refusal, and the body, which can be read once, in pieces."""
+
+    streams = True
 
     def __init__(self, channel: Channel) -> None:
         self.status = 0
@@ -361,7 +356,9 @@ class EngineResponse:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(arrived)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: Exception, body: bytes = b"") -> None:
+        if body and self._error is None:
+            self.add_body(body)
         self._error = self._error or error
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_exception(self._error)
@@ -389,7 +386,9 @@ class EngineResponse:
             self._channel.pause_reading()
         self._wake()
 
-    def finish(self) -> None:
+    def finish(self, body: bytes = b"") -> None:
+        if body:
+            self.add_body(body)
         # An answer that was given up is not complete just because its connection ends as well.
         if self._error is None:
             self._whole = True
