@@ -17,8 +17,9 @@ from proxy.call.phases import Admitted, Continuation, TokenPlan
 from proxy.call.session import ReplayedHistory, Session
 from proxy.dialects.base import HistoryMessage, Request
 from proxy.dialects.catalogue import dialects
-from proxy.engine.apis.base import NO_IDS, EngineKind
+from proxy.engine.apis.base import EngineKind
 from proxy.engine.apis.contact import EngineKinds
+from proxy.engine.apis.json_text import NO_IDS
 from proxy.engine.apis.renderer import Rendered
 from proxy.engine.replica import Replica
 from proxy.errors import ContextTooLong, RequestError

@@ -25,7 +25,8 @@ from proxy.call.prompts import PROMPT
 from proxy.call.record import build_records, build_reply, locate, mint_choices, mint_deltas, warn_of_renderings
 from proxy.call.session import Draft
 from proxy.dialects.base import Delta, FirstToken, PromptReady, Reply, Request, new_call_id
-from proxy.engine.apis.base import NO_IDS, PlanRequest, PlansNoMore, SamplingJob
+from proxy.engine.apis.base import PlanRequest, PlansNoMore, SamplingJob
+from proxy.engine.apis.json_text import NO_IDS
 from proxy.engine.apis.reply import EngineReply, WantedDetails, check_sampled
 from proxy.engine.in_vllm.frames import BUDGET
 from proxy.engine.pool.seats import Caller

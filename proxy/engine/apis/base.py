@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import msgspec
-import numpy as np
 
 from proxy.dialects.base import Delta, FirstToken, PromptReady, Request
 from proxy.engine.apis.evidence import LABEL, PLUGIN, START, Source
+from proxy.engine.apis.json_text import NO_IDS, IdText
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.renderer import LocalRenderer, Rendered, Tokenizer
 from proxy.engine.apis.reply import EngineReply, WantedDetails
@@ -30,9 +28,7 @@ from proxy.images import data_url, write_images
 from proxy.timeline import CancelScope
 from reconstruct.media import Ranges
 from reconstruct.prompt import Parent, Rendering
-from reconstruct.records import Ids, pack_ids
-
-NO_IDS = pack_ids([])
+from reconstruct.records import Ids
 
 DETOKENIZE_CONCURRENCY = 16
 """Requests in flight at an engine that spells one group of ids at a time."""
@@ -233,11 +229,6 @@ class _Detokenized(msgspec.Struct):
     prompt: str = ""
 
 
-def write_messages(request: Request, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Messages of the request's history as OpenAI's API takes them: with the bytes of their images."""
-    return write_images(messages, find_image_urls(request)) if request.images else messages
-
-
 def find_image_urls(request: Request) -> Mapping[str, str]:
     """The data URL of each image, by digest."""
     if not request.image_urls:
@@ -246,152 +237,21 @@ def find_image_urls(request: Request) -> Mapping[str, str]:
 
 
 def chat_body(
-    request: Request, sampling: Mapping[str, Any], messages: Sequence[Mapping[str, Any]] | None = None
+    request: Request, sampling: Mapping[str, Any], id_text: IdText, messages: Sequence[Mapping[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """The OpenAI body of a canonical request, with its messages (or these) or its prompt."""
+    """The OpenAI body of a canonical request, with its messages (or these) or its prompt. What the session's earlier bodies had is not
+    encoded again."""
     body: dict[str, Any] = {**request.forward, "model": request.model, **sampling}
     if request.prompt is not None:
         body["prompt"] = request.prompt
+    elif request.images:
+        body["messages"] = write_images(request.engine_messages if messages is None else messages, find_image_urls(request))
     else:
-        body["messages"] = write_messages(request, request.engine_messages) if messages is None else messages
+        body["messages"] = id_text.messages.write(request.engine_messages if messages is None else messages)
     if request.tools:
-        body["tools"] = request.tools
+        body["tools"] = id_text.tools.write(request.tools)
     if request.template_kwargs:
         body["chat_template_kwargs"] = request.template_kwargs
     if request.n > 1:
         body["n"] = request.n
     return body
-
-
-# IdText: token ids as JSON text, parsed and written only where they are new.
-#
-# Every call sends a whole prompt to the engine and reads a whole rendering back. Within a conversation each of these lists begins with
-# the previous one, so the text is compared with the last ones and only the rest is parsed or written: comparing is about a hundred
-# times cheaper than parsing, except for short lists. A rendering that is sampled from unchanged is sent back as the engine wrote it.
-# `IdTexts` holds the lists of the most recent sessions.
-#
-# What is new is read and written by msgspec: 32,000 ids take 0.96 ms to read and 0.47 to write. orjson (1.1, 0.16) and simdjson (0.40 to
-# read) would save half a millisecond of the first call of a session, and be one more dependency; numpy's reader of text (0.62) takes for
-# numbers what is none.
-
-_REMEMBERED = 2
-"""Lists remembered in each direction: two conversations may alternate in one session."""
-
-_MAX_SESSIONS, _MAX_BYTES = 256, 512 * 2**20
-"""Limits over all sessions; the bytes hold about a hundred sessions of a hundred thousand tokens."""
-
-_SHORT = 1024
-"""Length in ids below which comparing costs more than parsing."""
-_DIGITS = 5
-"""Approximate bytes per id in a list."""
-
-_encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(list[int]).decode
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Known:
-    """A JSON list of integers and the same list as ids."""
-
-    text: bytes
-    ids: Ids
-    size: int
-    """Of both, in bytes."""
-
-
-class IdText:
-    """The remembered lists of one session, `size` bytes. Lists under `short` ids are not compared. `on_growth` gets each change of
-    the size."""
-
-    def __init__(self, short: int = _SHORT, on_growth: Callable[[int], None] = lambda size: None) -> None:
-        self.size = 0
-        self._short = short
-        self._on_growth = on_growth
-        self._read: deque[_Known] = deque(maxlen=_REMEMBERED)
-        self._written: deque[_Known] = deque(maxlen=_REMEMBERED)
-
-    def read(self, text: bytes, *, remember: bool = True) -> Ids:
-        """The ids of a JSON list of integers. Raises msgspec.DecodeError for anything else."""
-        ids = self._parse(text)
-        if remember:
-            self._remember(self._read, text.rstrip(), ids)
-        return ids
-
-    def write(self, ids: Ids) -> bytes:
-        """`ids` as a JSON list."""
-        for item in self._written:
-            if item.ids is ids:
-                return item.text
-        text = next((item.text for item in self._read if item.ids is ids), None) or self._format(ids)
-        self._remember(self._written, text, ids)
-        return text
-
-    def detach(self) -> None:
-        """Stop reporting growth; a call in flight may still use the lists."""
-        self._on_growth = lambda size: None
-
-    def _parse(self, text: bytes) -> Ids:
-        if len(text) < self._short * _DIGITS:
-            return pack_ids(_decode(text))
-        end, ids = 0, NO_IDS
-        for item in self._read:
-            shared = _shared_ids_end(item.text, text)
-            if shared > end:
-                end, ids = shared, item.ids
-        if not end:
-            return pack_ids(_decode(text))
-        head = ids[: text.count(b",", 0, end) + 1]
-        return pack_ids(np.concatenate((head, pack_ids(_decode(b"[" + text[end + 1 :])))))
-
-    def _format(self, ids: Ids) -> bytes:
-        prefixes = [item for item in self._written if _is_prefix(item.ids, ids)] if len(ids) >= self._short else []
-        if not prefixes:
-            return _encode(ids.tolist())
-        known = max(prefixes, key=lambda item: len(item.ids))
-        rest = _encode(ids[len(known.ids) :].tolist())
-        return known.text if len(rest) == 2 else known.text[:-1] + b"," + rest[1:]
-
-    def _remember(self, lists: deque[_Known], text: bytes, ids: Ids) -> None:
-        known = _Known(text, ids, len(text) + ids.nbytes)
-        growth = known.size - (lists[0].size if len(lists) == _REMEMBERED else 0)
-        lists.append(known)
-        self.size += growth
-        self._on_growth(growth)
-
-
-class IdTexts:
-    """The lists of the most recent sessions, at most `max_sessions` and `max_bytes` together; `size` is in bytes."""
-
-    def __init__(self, max_sessions: int = _MAX_SESSIONS, max_bytes: int = _MAX_BYTES) -> None:
-        self._max_sessions = max_sessions
-        self._max_bytes = max_bytes
-        self.size = 0
-        self._known: OrderedDict[str, IdText] = OrderedDict()
-
-    def of(self, session_id: str) -> IdText:
-        known = self._known.get(session_id)
-        if known is None:
-            known = self._known[session_id] = IdText(on_growth=self._grow)
-            self._grow(0)
-        else:
-            self._known.move_to_end(session_id)
-        return known
-
-    def _grow(self, size: int) -> None:
-        self.size += size
-        while len(self._known) > self._max_sessions or (self.size > self._max_bytes and self._known):
-            _, oldest = self._known.popitem(last=False)
-            oldest.detach()
-            self.size -= oldest.size
-
-
-def _is_prefix(prefix: Ids, ids: Ids) -> bool:
-    return 0 < len(prefix) <= len(ids) and np.array_equal(ids[: len(prefix)], prefix)
-
-
-def _shared_ids_end(left: bytes, right: bytes) -> int:
-    """The position of the comma after the last id that both texts begin with; 0 if there is none."""
-    shared = min(len(left), len(right))
-    if left[:shared] != right[:shared]:
-        shared = int((np.frombuffer(left, np.uint8, shared) != np.frombuffer(right, np.uint8, shared)).argmax())
-    return max(0, right.rfind(b",", 0, shared))

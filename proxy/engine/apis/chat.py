@@ -18,7 +18,8 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
-from proxy.engine.apis.base import Emit, EngineKind, IdText, SamplingJob, chat_body
+from proxy.engine.apis.base import Emit, EngineKind, SamplingJob, chat_body
+from proxy.engine.apis.json_text import IdText
 from proxy.engine.apis.probe import SGLANG_INFO, Probe
 from proxy.engine.apis.question import Question
 from proxy.engine.apis.reply import (
@@ -159,7 +160,7 @@ class OpenAiChat(EngineKind):
         return await self._abort_request(replica, request_id, again=again)
 
     async def count(self, replica: Replica, request: Request) -> int:
-        body = {**chat_body(request, {}), "model": replica.served_as(request.model)}
+        body = {**chat_body(request, {}, IdText()), "model": replica.served_as(request.model)}
         try:
             return (await self._tokenize(replica, body)).count
         except UnknownRoute as error:
@@ -190,7 +191,7 @@ def _may_be_about_limit(error: VerbatimError, body: Mapping[str, Any]) -> bool:
 
 def _make_question(replica: Replica, job: SamplingJob, stream: bool) -> Question:
     request = job.request
-    asked = chat_body(request, job.sampling) | {"model": job.model, "stream": stream}
+    asked = chat_body(request, job.sampling, job.id_text) | {"model": job.model, "stream": stream}
     top = job.wanted.logprobs(None) if _wants_top_ids(job) else request.top_logprobs or 0
     logprobs: dict[str, Any] = {"logprobs": True, "top_logprobs": top} if request.prompt is None else {"logprobs": top}
     added = {"return_token_ids": True, **logprobs}

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 
 import aiohttp
 
-from proxy.engine.apis.base import EngineKind, IdText, IdTexts
+from proxy.engine.apis.base import EngineKind
 from proxy.engine.apis.evidence import WORKERS
 from proxy.engine.apis.first_sample import NotReadable, read_sample, sample_token
+from proxy.engine.apis.json_text import IdText, IdTexts
 from proxy.engine.apis.probe import PROBE_TIMEOUT, NotListening, Probe, Unreadable
 from proxy.engine.apis.renderer import LocalRenderer
 from proxy.engine.apis.routers import look_behind

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, HistoryMessage, PromptReady, Request, new_call_id
-from proxy.engine.apis.base import EngineKind, IdText, PlanRequest, SamplingJob
+from proxy.engine.apis.base import EngineKind, PlanRequest, SamplingJob
+from proxy.engine.apis.json_text import IdText
 from proxy.engine.apis.reply import EngineReply, check_sampled
 from proxy.engine.replica import Replica
 from proxy.errors import EngineFailed, EngineUnavailable, RequestError, VerbatimError

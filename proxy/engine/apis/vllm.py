@@ -22,9 +22,10 @@ import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
 from proxy.engine.apis import vllm_plugin
-from proxy.engine.apis.base import Emit, EngineKind, IdText, SamplingJob, chat_body, write_messages
+from proxy.engine.apis.base import Emit, EngineKind, SamplingJob, chat_body
 from proxy.engine.apis.chat import OpenAiChat
 from proxy.engine.apis.completions import prove_prompt
+from proxy.engine.apis.json_text import IdText
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.renderer import SEED_IDS, LocalRenderer, Rendered, Tokenizer
 from proxy.engine.apis.reply import EngineChoice, EngineReply, PartialReply, PromptLogprobs, choice_at, is_visible
@@ -89,7 +90,7 @@ class VllmTokens(EngineKind):
         return f"it has no {missing[0]}; start vLLM with --enable-scale-out, or use the chat API"
 
     async def render(self, replica: Replica, request: Request, rendering: Rendering, id_text: IdText) -> Rendered:
-        body = chat_body(request, {}, write_messages(request, rendering.messages))
+        body = chat_body(request, {}, id_text, rendering.messages)
         body.pop("n", None)
         if request.images:
             # Without what the processor makes of them: the engine is given the images again.

@@ -127,7 +127,9 @@ def _ask(replica: Replica, job: SamplingJob, stream: bool) -> Ask:
     request, wanted, plan = job.request, job.wanted, job.plan
     # Images travel as bytes beside the messages that name them.
     names = {digest: SCHEME + digest for digest in request.images}
-    body = chat_body(request, {}, write_images(request.engine_messages, names) if names else None)
+    body = chat_body(request, {}, job.id_text, () if names else None)
+    if names:
+        body["messages"] = write_images(request.engine_messages, names)
     body.pop("n", None)
     body["model"] = job.model
     sampling = {**job.sampling, **wanted.parameters}

@@ -381,7 +381,7 @@ class Parser:
         self._http = http
         self._replica = replica
         self._job = job
-        self._request = chat_body(job.request, {}, ())
+        self._request = chat_body(job.request, {}, job.id_text, ())
         self._request.pop("n", None)
         last = job.request.engine_messages[-1:]
         self._request["messages"] = list(map(without_images, last)) if job.request.images else last

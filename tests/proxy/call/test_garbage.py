@@ -231,8 +231,8 @@ async def test_calls_of_sessions_that_are_gone_leave_nothing(app: Application) -
         gc.collect()
         return own_kinds(gc.get_objects())
 
-    bounded = {"IdText", "_Known"}
-    """Lists of ids of the most recent sessions, which `IdTexts` limits by number and bytes."""
+    bounded = {"IdText", "_Known", "ObjectText", "_Written"}
+    """JSON text of the most recent sessions, which `IdTexts` limits by number and bytes."""
 
     async def least() -> Counter[str]:
         """What is there after each of several lives. asyncio keeps a cancelled timer, and with it the call that it was made in, until

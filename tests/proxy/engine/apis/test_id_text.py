@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.engine.apis.base import IdText, IdTexts
+from proxy.engine.apis.json_text import IdText, IdTexts, ObjectText
 from reconstruct.records import pack_ids
 
 ids_lists = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 2**31 - 1)), max_size=12)
@@ -86,3 +87,30 @@ def test_a_text_that_is_no_list_of_integers_is_refused_also_after_a_good_one(tex
             id_text.read(before)
         with pytest.raises(msgspec.DecodeError):
             id_text.read(text)
+
+
+@given(st.data())
+def test_objects_are_written_as_if_each_was_new(data: st.DataObject) -> None:
+    """Lists that begin with the very objects of an earlier one, with equal ones in their place, or with others."""
+    text, sizes = ObjectText(lambda growth: sizes.append(growth)), list[int]()
+    made: list[list[Any]] = [[]]
+    for _ in range(data.draw(st.integers(1, 8))):
+        earlier = data.draw(st.sampled_from(made))
+        kept = earlier[: data.draw(st.integers(0, len(earlier)))]
+        if kept and data.draw(st.booleans()):
+            # Equal, and written otherwise.
+            at = data.draw(st.integers(0, len(kept) - 1))
+            kept[at] = dict(reversed(kept[at].items()))
+        new = data.draw(
+            st.lists(st.fixed_dictionaries({"b": st.sampled_from(["", "x", "],["]), "a": st.integers(0, 1)}), max_size=3)
+        )
+        made.append([*kept, *new])
+        assert bytes(text.write(made[-1])) == msgspec.json.encode(made[-1])
+    assert sum(sizes) == sum(each.size for each in text._written)
+
+
+def test_only_what_is_new_is_encoded() -> None:
+    text, first = ObjectText(), [{"a": 1}, {"a": 2}]
+    text.write(first)
+    first[0]["a"] = 3
+    assert bytes(text.write([*first, {"b": 4}])) == b'[{"a":1},{"a":2},{"b":4}]'
