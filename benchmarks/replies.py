@@ -6,6 +6,7 @@ routes and the plugin inside it say, whole and as a stream of one token per even
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ import numpy as np
 
 from benchmarks.load import Body
 from proxy.engine.in_vllm.frames import PROTOCOL, About, DoneFrame, EndFrame, PieceFrame, PlanFrame, to_bytes, write_frame
+from proxy.engine.wire.channels import WholeResponse
 from reconstruct.records import pack_ids
 
 MODEL = "policy"
@@ -78,6 +80,21 @@ def answers(size: Size, stream: bool) -> dict[str, bytes]:
         "sample.frames": b"".join(made.frames(stream)),
     }
     return shared | chat | generate | plugin
+
+
+def parser_answer(body: bytes) -> WholeResponse:
+    """What vLLM's parsers make of a reply's ids, as the answer to a request of that body: a word for each."""
+    asked = json.loads(body)
+    if "generate_chunk" in asked:
+        new = len(asked["generate_chunk"]["choices"][0]["token_ids"])
+        parsed: Any = {"chunk": {"choices": [{"delta": {"content": WORD * new}}]}, "stream_state": {}}
+    else:
+        count = len(asked["generate_response"]["choices"][0]["token_ids"])
+        parsed = {"choices": [{"message": {"role": "assistant", "content": WORD * count}}]}
+    answer = WholeResponse(asyncio.get_running_loop())
+    answer.set_status(200, {})
+    answer.finish(msgspec.json.encode(parsed))
+    return answer
 
 
 def plugin_steps(size: Size) -> list[bytes]:

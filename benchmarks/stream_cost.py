@@ -20,13 +20,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
 import uvloop
 
 from benchmarks.application import Application, application, scripted_engine
 from benchmarks.counting import OWN
 from benchmarks.processes import redis_server
-from benchmarks.replies import Size, chat_events, generate_events, plugin_steps
+from benchmarks.replies import Size, chat_events, generate_events, parser_answer, plugin_steps
 from proxy.call.http import EXTENSION
 from proxy.engine.apis.vllm import VllmTokens
 from proxy.engine.wire.channels import Channel, Channels, EngineResponse, WholeResponse
@@ -87,18 +86,7 @@ class _Wire:
         """What the parsers make of a reply's ids; all else is asked of the engine."""
         if not url.endswith("/derender") or body is None:
             return await self.asked_before(channels, url, body, *more, **others)
-        asked = json.loads(body)
-        answer = WholeResponse(asyncio.get_running_loop())
-        if "generate_chunk" in asked:
-            new = len(asked["generate_chunk"]["choices"][0]["token_ids"])
-            told: Any = {"chunk": {"choices": [{"delta": {"content": "word " * new}}]}, "stream_state": {}}
-        else:
-            count = len(asked["generate_response"]["choices"][0]["token_ids"])
-            told = {"choices": [{"message": {"role": "assistant", "content": "word " * count}}]}
-        answer.set_status(200, {})
-        answer.add_body(msgspec.json.encode(told))
-        answer.finish()
-        return answer
+        return parser_answer(body)
 
 
 class _Transport:

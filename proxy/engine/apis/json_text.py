@@ -131,8 +131,8 @@ class _Written:
 
     @property
     def size(self) -> int:
-        """In bytes, without the objects."""
-        return len(self.text) + _ITEM_BYTES * len(self.items)
+        """In bytes; the objects are taken to be as long as their text, for a session's cache may have let them go."""
+        return 2 * len(self.text) + _ITEM_BYTES * len(self.items)
 
 
 class ObjectText:

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, cast
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.replies import Size, chat_events, generate_events, plugin_steps
+from benchmarks.replies import Size, chat_events, generate_events, parser_answer, plugin_steps
 from proxy.dialects.base import Delta, FirstToken, Request
 from proxy.engine.apis.base import EngineKind, SamplingJob
 from proxy.engine.apis.chat import OpenAiChat
@@ -74,18 +73,7 @@ class Reads:
             channel.connection_lost(ConnectionResetError("reset"))
 
     async def ask(self, url: str, body: bytes | None, headers: Mapping[str, str] = {}, seconds: float = 0) -> WholeResponse:
-        asked = msgspec.json.decode(body or b"")
-        answer = WholeResponse(asyncio.get_running_loop())
-        if "generate_chunk" in asked:
-            new = len(asked["generate_chunk"]["choices"][0]["token_ids"])
-            told: Any = {"chunk": {"choices": [{"delta": {"content": "word " * new}}]}, "stream_state": {}}
-        else:
-            count = len(asked["generate_response"]["choices"][0]["token_ids"])
-            told = {"choices": [{"message": {"role": "assistant", "content": "word " * count}}]}
-        answer.set_status(200, {})
-        answer.add_body(msgspec.json.encode(told))
-        answer.finish()
-        return answer
+        return parser_answer(body or b"")
 
 
 class Silent:
