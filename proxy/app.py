@@ -211,7 +211,7 @@ async def _watch_store(services: Services) -> None:
 
 async def _sweep_forever(services: Services) -> None:
     """Finish the closes of dead processes, close idle sessions, reclaim places and give up incomplete groups."""
-    services.metrics.swept("sessions")
+    services.metrics.note_sweep("sessions")
     while True:
         await asyncio.sleep(choose_sweep_interval(services.settings))
         try:
@@ -222,7 +222,7 @@ async def _sweep_forever(services: Services) -> None:
             await services.delivery.tend(
                 build_group_defaults(settings), settings.group_timeout_seconds, await services.clock.now()
             )
-            services.metrics.swept("sessions")
+            services.metrics.note_sweep("sessions")
         except StoreUnavailable as error:
             log.warning("the sweep of sessions is postponed: %s", error.message)
         except Exception:

@@ -247,17 +247,17 @@ class Metrics:
         """Where the gauges of engines read their values when they are scraped."""
         self.registry.register(EngineNumbers(replicas, waiting))
 
-    def waited(self, policy: str, seconds: float) -> None:
+    def observe_wait(self, policy: str, seconds: float) -> None:
         """A call got a replica, or gave up waiting for one."""
         self._queued_for(policy).observe(seconds)
 
-    def tried_again(self, policy: str) -> None:
+    def count_retry(self, policy: str) -> None:
         self._retries.labels(policy).inc()
 
-    def ejected(self, policy: str) -> None:
+    def count_ejection(self, policy: str) -> None:
         self._ejections.labels(policy).inc()
 
-    def recorded(self, calls: Iterable[Call], seconds: float, engine_seconds: float) -> None:
+    def count_calls(self, calls: Iterable[Call], seconds: float, engine_seconds: float) -> None:
         for call in calls:
             self._calls_of(call.dialect, call.api, call.status).inc()
             self._prompt_tokens.inc(len(call.node.delta_ids))
@@ -269,44 +269,44 @@ class Metrics:
         self._engine_seconds.observe(engine_seconds)
         self._own_seconds.observe(max(0.0, seconds - engine_seconds))
 
-    def recalled(self, outcome: str) -> None:
+    def count_replay(self, outcome: str) -> None:
         """replayed, or diverged."""
         self._recalled.labels(outcome).inc()
 
-    def refused(self, dialect: str, code: str) -> None:
+    def count_refusal(self, dialect: str, code: str) -> None:
         self._refused.labels(dialect, code).inc()
 
-    def dropped(self, dialect: str, kinds: Iterable[str]) -> None:
+    def count_dropped_tools(self, dialect: str, kinds: Iterable[str]) -> None:
         """`kinds` are words of the dialect's own, never a harness's."""
         for kind in kinds:
             self._dropped.labels(dialect, kind).inc()
 
-    def held_back(self) -> None:
+    def count_held_back(self) -> None:
         self._held_back.inc()
 
-    def expired(self) -> None:
+    def count_expired(self) -> None:
         self._expired.inc()
 
-    def archived(self, sessions: int) -> None:
+    def count_archived(self, sessions: int) -> None:
         self._retained.labels("archived").inc(sessions)
 
-    def deleted(self) -> None:
+    def count_deleted(self) -> None:
         self._retained.labels("deleted").inc()
 
-    def swept(self, sweep: str) -> None:
+    def note_sweep(self, sweep: str) -> None:
         """The sweep, sessions or retention, ended well just now, or is about to begin for the first time."""
         ended_at = time.monotonic()
         self._sweep_age.labels(sweep).set_function(lambda: time.monotonic() - ended_at)
 
-    def stored_groups(self, counts: Mapping[str, int], totals: Mapping[str, int], versions_ahead: int | None = None) -> None:
+    def show_groups(self, counts: Mapping[str, int], totals: Mapping[str, int], versions_ahead: int | None = None) -> None:
         """What the store counts; shown until it is given anew, and not at all before."""
         self._groups.counts, self._groups.totals, self._groups.versions_ahead = counts, totals, versions_ahead
 
-    def stored_free(self, free_bytes: int | None) -> None:
+    def show_free_bytes(self, free_bytes: int | None) -> None:
         """Room on the store's disk; None: not known."""
         self._groups.free_bytes = free_bytes
 
-    def stored_run(self, totals: Sequence[Curve], recent: Sequence[Curve]) -> None:
+    def show_run(self, totals: Sequence[Curve], recent: Sequence[Curve]) -> None:
         """The whole of every curve, and its points of the last hour; shown until they are given anew."""
         self._run.totals, self._run.recent = totals, recent
 
@@ -330,7 +330,7 @@ class StepSeconds(Collector):
 
     def took(self, timeline: Timeline) -> None:
         """A call was recorded and its answer has gone out."""
-        for cell, seconds in timeline.taken():
+        for cell, seconds in timeline.list_spent():
             self._counts[cell][bisect_left(SECONDS, seconds)] += 1
             self._sums[cell] += seconds
 

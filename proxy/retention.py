@@ -60,12 +60,12 @@ class Retention:
         """Clears every `retain_check_seconds` until cancelled; returns at once when no limit is set."""
         if self._settings.retain_seconds is None and self._settings.retain_bytes is None:
             return
-        self._services.metrics.swept("retention")
+        self._services.metrics.note_sweep("retention")
         while True:
             await asyncio.sleep(self._settings.retain_check_seconds)
             try:
                 await self.run_once()
-                self._services.metrics.swept("retention")
+                self._services.metrics.note_sweep("retention")
             except StoreUnavailable as error:
                 log.warning("retention waits: %s", error.message)
             except FolderBusy as error:
@@ -210,7 +210,7 @@ class Retention:
             await writing
             raise
         cleared.archived += writing.result()
-        self._services.metrics.archived(writing.result())
+        self._services.metrics.count_archived(writing.result())
 
     async def _delete(self, state: SessionState, cleared: Cleared) -> None:
         session_id = state.info.session_id
@@ -219,7 +219,7 @@ class Retention:
         except (NotFound, Conflict) as error:
             log.info("retention keeps session %s: %s", session_id, error.message)
             return
-        self._services.metrics.deleted()
+        self._services.metrics.count_deleted()
         cleared.deleted += 1
         cleared.ids.append(session_id)
 

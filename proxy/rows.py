@@ -95,7 +95,7 @@ def build_rows(
             per_call=state.per_call,
             per_branch=state.per_branch,
             metadata=info.metadata,
-            budget_cut=cut_call(info, settled, refused=_refused(state)),
+            budget_cut=cut_call(info, settled, refused=_is_refused(state)),
             origin=None if info.replay is None else info.replay.session_id,
         ),
     )
@@ -112,7 +112,7 @@ def find_builder(name: str) -> Builder:
         raise RequestError(str(error), param="builder") from error
 
 
-def _refused(state: SessionState) -> bool:
+def _is_refused(state: SessionState) -> bool:
     return state.unserved is not None and state.unserved.code == BudgetExhausted.code
 
 
@@ -145,10 +145,10 @@ def calls_as_wire(
     calls, _ = decode_records(records)
     settled = settle(calls)
     unfinished = [(begun, intent) for begun, intent in _left(intents, calls) if begun > start.unfinished]
-    shown = list(_recorded(calls[start.recorded : start.recorded + limit], settled, delivered, arrays))
+    shown = list(_list_recorded(calls[start.recorded : start.recorded + limit], settled, delivered, arrays))
     recorded, room = start.recorded + len(shown), limit - len(shown)
     for _, intent in unfinished[:room]:
-        shown.append(_unfinished(intent, in_flight))
+        shown.append(_describe_unfinished(intent, in_flight))
     last = unfinished[:room][-1][0] if unfinished[:room] else start.unfinished
     more = recorded < len(calls) or len(unfinished) > room
     return shown, str(CallsCursor(recorded, last)) if more else None
@@ -159,9 +159,9 @@ def every_call_as_wire(
 ) -> Iterator[dict[str, Any]]:
     """What all pages of `calls_as_wire` hold, arrays as lists, made one by one: together they are many times the records."""
     calls, _ = decode_records(records)
-    yield from _recorded(calls, settle(calls), delivered, "list")
+    yield from _list_recorded(calls, settle(calls), delivered, "list")
     for _, intent in _left(intents, calls):
-        yield _unfinished(intent, in_flight)
+        yield _describe_unfinished(intent, in_flight)
 
 
 def _left(intents: Sequence[Intent], calls: Sequence[Call]) -> list[tuple[tuple[float, str], Intent]]:
@@ -170,7 +170,7 @@ def _left(intents: Sequence[Intent], calls: Sequence[Call]) -> list[tuple[tuple[
     return sorted(((each.started_at, each.call_id), each) for each in intents if each.call_id not in finished)
 
 
-def _recorded(calls: Sequence[Call], settled: Settled, delivered: Container[str], arrays: str) -> Iterator[dict[str, Any]]:
+def _list_recorded(calls: Sequence[Call], settled: Settled, delivered: Container[str], arrays: str) -> Iterator[dict[str, Any]]:
     strays = {call.call_id: call for call in settled.stray}
     models = _models(settled)
     for call in calls:
@@ -253,7 +253,7 @@ def sampling_as_wire(sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def _unfinished(intent: Intent, in_flight: Container[str]) -> dict[str, Any]:
+def _describe_unfinished(intent: Intent, in_flight: Container[str]) -> dict[str, Any]:
     """A call that was sent to its engine and whose result has not come: visible, with nothing to train."""
     return {
         **_BLANK,

@@ -97,7 +97,7 @@ class Timeline:
             self._traced = step
             self.trace.step(STEPS[step], {"verbatim.replica": self.replica} if step in _AT_REPLICA else None)
 
-    def waited(self, part: int, since: float) -> None:
+    def end_wait(self, part: int, since: float) -> None:
         """The wait for `part` is over that began at `since` (`time.perf_counter`)."""
         now = time.perf_counter()
         # Of waits that overlap, and of one that a step begins in, each moment counts once.
@@ -112,7 +112,7 @@ class Timeline:
         if self.trace is not None:
             self.trace.event("first_token")
 
-    def taken(self) -> Iterator[tuple[int, float]]:
+    def list_spent(self) -> Iterator[tuple[int, float]]:
         """(index in `seconds`, seconds) of every cell that took any."""
         return zip(compress(_CELLS, self.seconds), filter(None, self.seconds), strict=True)
 
@@ -144,7 +144,7 @@ class Waiting:
         """It begins when it is made."""
 
     def __exit__(self, *_: object) -> None:
-        self._timeline.waited(self._part, self._since)
+        self._timeline.end_wait(self._part, self._since)
 
 
 class Within:

@@ -7,7 +7,7 @@ harnesses drop and trim them; what was dropped is compared with the call (`proje
 
 The chain is h[0] = root key, h[i] = H(h[i-1], digest of message i, which call of its turn it answers): tool-call ids count by their
 position in the turn. Equal chains mean equal histories under equal tools and policy. Template kwargs and message names may change the
-prompt, which only a rendering can tell: they are the call's `dress`.
+prompt, which only a rendering can tell: they are the call's `render_key`.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def root_key(policy: str, tools: Sequence[Any], template_kwargs: Mapping[str, An
     return hash_bytes(policy.encode(), canonical_json(list(tools or ())), canonical_json(dict(template_kwargs or {})))
 
 
-def dress(root: bytes, names: Sequence[tuple[int, str]]) -> bytes:
+def render_key(root: bytes, names: Sequence[tuple[int, str]]) -> bytes:
     """What a template may render besides the canonical messages: the root key (with tools and template kwargs) and the `names` of
-    messages by position. Calls of equal history and dress are rendered alike; of different dress they may be."""
+    messages by position. Calls of equal history and render key are rendered alike; of different render keys they may be."""
     return hash_bytes(root, canonical_json([list(name) for name in names])) if names else root
 
 
@@ -77,7 +77,7 @@ def dress(root: bytes, names: Sequence[tuple[int, str]]) -> bytes:
 class Digests:
     """What the chain needs of a message, independent of its context. `call_ids` are the ids of its tool calls, `answers` the id of the
     call it answers ("" for none); the chain turns them into positions. `name` is a non-assistant message's: few templates render it,
-    so it is part of the call's dress instead of the digest (see `dress`)."""
+    so it is part of the call's render key instead of the digest."""
 
     digest: bytes
     is_assistant: bool
@@ -366,12 +366,12 @@ def _calls_projection(
     sent: list[tuple[str, Any]], replayed: list[tuple[str, Any]], schemas: Mapping[str, Any]
 ) -> list[str] | None:
     """The losses that explain the difference between the tool calls; None if they do not."""
-    if _filled_in(sent, replayed, schemas):
+    if _adds_defaults(sent, replayed, schemas):
         return ["defaults"]
     sent, replayed = [(name, normalize(given)) for name, given in sent], [(name, normalize(given)) for name, given in replayed]
     if canonical_json(sent) == canonical_json(replayed):
         return ["reencoded"]
-    return ["defaults", "reencoded"] if _filled_in(sent, replayed, schemas) else None
+    return ["defaults", "reencoded"] if _adds_defaults(sent, replayed, schemas) else None
 
 
 def normalize(value: Any) -> Any:
@@ -403,7 +403,7 @@ def describe_edits(sent: Message, replayed: Message) -> str:
     return ",".join(name for name, differs in changed.items() if differs)
 
 
-def _filled_in(sent: list[tuple[str, Any]], replayed: list[tuple[str, Any]], schemas: Mapping[str, Any]) -> bool:
+def _adds_defaults(sent: list[tuple[str, Any]], replayed: list[tuple[str, Any]], schemas: Mapping[str, Any]) -> bool:
     """Whether the replayed calls are those sent plus defaults of their schemas."""
     if [name for name, _ in sent] != [name for name, _ in replayed]:
         return False

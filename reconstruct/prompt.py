@@ -106,8 +106,8 @@ class Parent:
     the last `sampled` of them its completion; None: not known. `closed`: the model ended the turn itself. `asked` is what the template
     made of the parent's request, if known. `media` are the ranges of its images in `ids`.
 
-    `redressed`: the parent's rendering depended on other things than messages (see reconstruct.messages.dress), so that a rendering is
-    to prove that it makes no difference."""
+    `other_render_key`: the parent's rendering depended on other things than messages (see reconstruct.messages.render_key), so that a
+    rendering is to prove that it makes no difference."""
 
     history: Sequence[Message]
     tail: Sequence[Message]
@@ -115,7 +115,7 @@ class Parent:
     sampled: int
     closed: bool
     asked: Ids | None = None
-    redressed: bool = False
+    other_render_key: bool = False
     media: Ranges = ()
 
 
@@ -214,7 +214,7 @@ def _begins_alike(parent: Parent, ids: Ids) -> Generator[Step, Sequence[Ids], bo
 
 def _renders_alike(parent: Parent) -> Generator[Step, Sequence[Ids], bool]:
     """Whether the parent's history, rendered as the request is, is what the parent's prompt began with."""
-    if not parent.redressed or parent.ids is None:
+    if not parent.other_render_key or parent.ids is None:
         return True
     # The prompt differs from its rendering where sampled ids are not those of their text: then nothing is proven.
     then = parent.asked if parent.asked is not None else parent.ids[: len(parent.ids) - parent.sampled]

@@ -210,7 +210,7 @@ class Call:
     """One LLM request and its reply, as written to the store in one piece.
 
     `messages` is the JSON array of the request's messages from index `messages_from` on; the earlier ones are the parent's messages
-    and its reply. `root_key` identifies what the rendering depends on besides the canonical messages (messages.dress). `fingerprint`
+    and its reply. `root_key` identifies what the rendering depends on besides the canonical messages (messages.render_key). `fingerprint`
     is the hash chain over the request's canonical messages, `reply_fingerprint` the chain including the reply: the hash of a
     continuing call's history (see messages.py). `preamble` (roots only) is the JSON object of model, tools and template kwargs.
     `engine_tool_call_ids` are the ids under which the engine knows the reply's tool calls, in their order: they stand in its prompts for

@@ -89,7 +89,7 @@ async def _wait_for_admission(services: Services, info: SessionInfo, hung_up: Ca
                 await asyncio.wait_for(services.stopping.wait(), min(left, RETRY_SECONDS))
         # Admitting a caller that has hung up would begin a group that never fills.
         if left <= 0 or services.stopping.is_set() or await hung_up():
-            services.metrics.held_back()
+            services.metrics.count_held_back()
             raise Backpressure(_explain_refusal(services, admission))
         admission = await _ask(services, info, again=True)
     return admission

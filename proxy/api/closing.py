@@ -350,5 +350,5 @@ async def _close_if_idle(services: Services, session_id: str, idle_seconds: floa
         return False
     log.info("session %s is closed: it was idle for %g s", session_id, idle_seconds)
     await close_session(services, session_id, "timeout", None, f"no call for {idle_seconds:g} seconds")
-    services.metrics.expired()
+    services.metrics.count_expired()
     return True

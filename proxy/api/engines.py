@@ -252,9 +252,9 @@ async def get_metrics(services: Served) -> Response:
     # Numbers of the store are as old as its last answer.
     with contextlib.suppress(StoreUnavailable):
         counts, totals = await asyncio.gather(services.delivery.count_groups(), services.delivery.load_totals())
-        services.metrics.stored_groups(counts, totals, await estimate_versions_ahead(services))
-        services.metrics.stored_free(await services.sessions.measure_free())
-        services.metrics.stored_run(await services.delivery.load_curves("all"), await load_last_hour(services))
+        services.metrics.show_groups(counts, totals, await estimate_versions_ahead(services))
+        services.metrics.show_free_bytes(await services.sessions.measure_free())
+        services.metrics.show_run(await services.delivery.load_curves("all"), await load_last_hour(services))
     return Response(services.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -59,7 +59,7 @@ def _require(request: Request, role: Role) -> None:
     except RequestError as error:
         if services.settings.open:
             return check_local(request.headers)
-        services.metrics.refused("control", error.code)
+        services.metrics.count_refusal("control", error.code)
         raise
 
 

@@ -45,9 +45,9 @@ def claim_share(
     `window`: the most tokens that a prompt and its reply have together. Raises BudgetExhausted where the call is not covered, whatever
     becomes of the others; calls under way are calls whatever becomes of them."""
     if left.calls is not None and left.calls - (held.calls or 0) < n:
-        raise _exhausted(info, "max_calls")
+        raise _explain_exhausted(info, "max_calls")
     if spent := find_spent(left):
-        raise _exhausted(info, spent)
+        raise _explain_exhausted(info, spent)
     asked = [each for each in (max_tokens, window) if each]
     sampled = _claim(left.completion_tokens, held.completion_tokens, n, min(asked, default=None), LEAST_TOKENS)
     total = _claim(left.total_tokens, held.total_tokens, n, window, None)
@@ -70,13 +70,13 @@ def find_rooms(info: SessionInfo, granted: Share, n: int, prompt_length: int) ->
     left["max_total_tokens"] = None if granted.total_tokens is None else granted.total_tokens - prompt_length * n
     for name, tokens in left.items():
         if tokens is not None and tokens < n:
-            raise _exhausted(info, name)
+            raise _explain_exhausted(info, name)
     return [tokens // n for tokens in left.values() if tokens is not None]
 
 
 def exhaust_total(info: SessionInfo) -> BudgetExhausted:
     """The error for a prompt that leaves nothing of the budget."""
-    return _exhausted(info, "max_total_tokens")
+    return _explain_exhausted(info, "max_total_tokens")
 
 
 def cut_call(info: SessionInfo, settled: Settled, refused: bool) -> str | None:
@@ -94,7 +94,7 @@ def cut_call(info: SessionInfo, settled: Settled, refused: bool) -> str | None:
     return last.call_id if refused or goes_on else None
 
 
-def _exhausted(info: SessionInfo, name: str) -> BudgetExhausted:
+def _explain_exhausted(info: SessionInfo, name: str) -> BudgetExhausted:
     return BudgetExhausted(
         f"session '{info.session_id}' has spent its budget ({name}: {getattr(info, name)}); it takes no more calls: end the run here"
     )

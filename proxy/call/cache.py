@@ -71,23 +71,23 @@ class SessionCache:
         return len(self._kept) + len(self._stripped)
 
     async def open(self, session_id: str, admits: Callable[[SessionInfo], None] = lambda _: None) -> Session:
-        """The session's tree, from memory or from the store. Raises NotFound for a session that does not exist, Conflict for one that
+        """The session, from memory or from the store. Raises NotFound for a session that does not exist, Conflict for one that
         is known to be closed, and what `admits` raises for a caller who may not have it: before anything but the session's own
         state is read."""
-        tree = self._kept.get(session_id)
-        if tree is not None and _admitted(admits, tree.info):
+        session = self._kept.get(session_id)
+        if session is not None and _is_admitted(admits, session.info):
             self._kept.move_to_end(session_id)
-            self.found += tree.known > 0
-            return tree
-        tree = self._stripped.get(session_id)
-        if tree is not None and _admitted(admits, tree.info):
+            self.found += session.known > 0
+            return session
+        session = self._stripped.get(session_id)
+        if session is not None and _is_admitted(admits, session.info):
             self.restored += 1
-            self.weigh(tree)
-            return tree
-        tree = self._used.get(session_id)
-        if tree is not None and _admitted(admits, tree.info):
-            self.found += tree.known > 0
-            return tree
+            self.weigh(session)
+            return session
+        session = self._used.get(session_id)
+        if session is not None and _is_admitted(admits, session.info):
+            self.found += session.known > 0
+            return session
         # Also when memory admits nobody: meanwhile another session may have been given the same id, and another key.
         state = await self._sessions.load(session_id)
         if state is None:
@@ -97,23 +97,23 @@ class SessionCache:
         state.info.check_understood()
         if state.status != "open":
             raise Conflict(f"session '{session_id}' is {state.status}; it takes no more calls")
-        if tree is not None and tree.info.created_at != state.info.created_at:
+        if session is not None and session.info.created_at != state.info.created_at:
             self.forget(session_id)
-        tree = Session(state.info, self._volatile, self._bounds, memo=self._memo)
+        session = Session(state.info, self._volatile, self._bounds, memo=self._memo)
         if state.info.replay is not None:
-            tree.recording = await self.load_recording(state.info.replay)
+            session.recording = await self.load_recording(state.info.replay)
         if state.calls:
             self.reloaded += 1
             records = await self._sessions.load_records(session_id)
             # Of a long session beside everybody else's calls.
             if sum(map(len, records)) > LONG_BYTES:
-                await asyncio.to_thread(tree.learn, records, 0)
+                await asyncio.to_thread(session.learn, records, 0)
             else:
-                tree.learn(records, 0)
-        # Another call may have opened it while the store was asked: one tree for all of them.
-        tree = self._used.setdefault(session_id, tree)
-        self.weigh(tree)
-        return tree
+                session.learn(records, 0)
+        # Another call may have opened it while the store was asked: one object for all of them.
+        session = self._used.setdefault(session_id, session)
+        self.weigh(session)
+        return session
 
     async def load_recording(self, fork: Fork) -> Recording:
         """What a fork replays; forks of one pivot share it. Raises Conflict when its records are gone."""
@@ -135,52 +135,52 @@ class SessionCache:
         recording = await asyncio.to_thread(Recording, fork, records, stored, delivered)
         return self._recordings.setdefault(fork, recording)
 
-    def check_open(self, tree: Session, begun: Begun) -> None:
+    def check_open(self, session: Session, begun: Begun) -> None:
         """Raises NotFound when the store has no such session any more, Conflict when it takes no more calls."""
-        session_id = tree.info.session_id
+        session_id = session.info.session_id
         if begun.status == "missing":
             self.forget(session_id)
             raise NotFound(f"session '{session_id}' does not exist")
         if begun.status not in ("open", "full"):
             raise Conflict(f"session '{session_id}' is {begun.status}; it takes no more calls")
 
-    async def refresh(self, tree: Session) -> bool:
+    async def refresh(self, session: Session) -> bool:
         """Take in what other processes recorded meanwhile, and all records where texts are missing; whether that was anything."""
-        start = 0 if tree.lacks_texts else tree.known
-        records = await self._sessions.load_records(tree.info.session_id, start)
-        new = tree.learn(records, start)
-        self.weigh(tree)
+        start = 0 if session.lacks_texts else session.known
+        records = await self._sessions.load_records(session.info.session_id, start)
+        new = session.learn(records, start)
+        self.weigh(session)
         return new
 
-    def weigh(self, tree: Session) -> None:
+    def weigh(self, session: Session) -> None:
         """The session has grown: keep it where there is room, at the cost of those used longest ago."""
-        session_id, size = tree.info.session_id, tree.memory_bytes
-        if self._used.get(session_id) is not tree:
+        session_id, size = session.info.session_id, session.memory_bytes
+        if self._used.get(session_id) is not session:
             return
         self._drop(session_id)
         if size > self.capacity_bytes // LARGEST_SHARE:
             return
-        self._kept[session_id] = tree
+        self._kept[session_id] = session
         self._count(session_id, size)
         while len(self) > self._capacity:
             self._drop(next(iter(self._stripped or self._kept)))
         while self.memory_bytes > self.capacity_bytes:
-            self._make_room(tree)
+            self._make_room(session)
 
-    def _make_room(self, tree: Session) -> None:
-        """Strip or drop the session used longest ago; the `tree` in use is not stripped."""
+    def _make_room(self, session: Session) -> None:
+        """Strip or drop the session used longest ago; the `session` in use is not stripped."""
         oldest = next(iter(self._kept))
         whole_bytes = self.memory_bytes - self._stripped_bytes
-        if whole_bytes > self.capacity_bytes // WHOLE_SHARE and oldest != tree.info.session_id:
+        if whole_bytes > self.capacity_bytes // WHOLE_SHARE and oldest != session.info.session_id:
             self._strip(oldest)
         else:
             self._drop(next(iter(self._stripped or self._kept)))
 
     def _strip(self, session_id: str) -> None:
-        tree = self._kept[session_id]
+        session = self._kept[session_id]
         self._drop(session_id)
-        self._stripped[session_id] = tree
-        size = tree.strip()
+        self._stripped[session_id] = session
+        size = session.strip()
         self._count(session_id, size)
         self._stripped_bytes += size
 
@@ -201,7 +201,7 @@ class SessionCache:
             self._stripped_bytes -= size
 
 
-def _admitted(admits: Callable[[SessionInfo], None], info: SessionInfo) -> bool:
+def _is_admitted(admits: Callable[[SessionInfo], None], info: SessionInfo) -> bool:
     try:
         admits(info)
     except Unauthorized:

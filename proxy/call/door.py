@@ -141,29 +141,31 @@ class HarnessApp:
             return
         raw_query = scope.get("query_string", b"")
         query = _query(raw_query) if raw_query else {}
-        tree = await self._open_session(route, exchange.headers, query)
-        exchange.timeline.session_id = tree.info.session_id
-        self._services.rate.admit(tree.info.session_id)
-        with self._services.slots.take(tree.info.session_id):
+        session = await self._open_session(route, exchange.headers, query)
+        exchange.timeline.session_id = session.info.session_id
+        self._services.rate.admit(session.info.session_id)
+        with self._services.slots.take(session.info.session_id):
             if route.action not in ("call", "count"):
-                await self._check_life(tree)
+                await self._check_life(session)
                 if route.action in ("stored", "items"):
-                    await self._give_stored(exchange, tree, route)
+                    await self._give_stored(exchange, session, route)
                 else:
                     exchange.client.send_whole(200, JSON, self._look_up(route))
                 return
-            with self._services.body_room.place(tree.info.session_id) as place:
+            with self._services.body_room.place(session.info.session_id) as place:
                 with Waiting(HARNESS):
                     body = await self._read_body(exchange, place)
                 incoming = Incoming(body, route.path, query, self._settings.later_system_role)
                 if route.action == "call":
                     try:
-                        await self._call(exchange, tree, route, incoming)
+                        await self._call(exchange, session, route, incoming)
                     except SeveralCalls as several:
-                        await self._call_each(exchange, tree, route, [replace(incoming, body=body) for body in several.bodies])
+                        await self._call_each(
+                            exchange, session, route, [replace(incoming, body=body) for body in several.bodies]
+                        )
                 else:
-                    await self._check_life(tree)
-                    await self._count(exchange, tree, route, incoming)
+                    await self._check_life(session)
+                    await self._count(exchange, session, route, incoming)
 
     def _find_route(self, scope: Scope, headers: Mapping[str, str]) -> Route:
         try:
@@ -176,7 +178,7 @@ class HarnessApp:
             raise
 
     async def _open_session(self, route: Route, headers: Mapping[str, str], query: Mapping[str, str]) -> Session:
-        """The tree of the session that the request names and may use. Raises Unauthorized, Forbidden or NotFound."""
+        """The session that the request names and may use. Raises Unauthorized, Forbidden or NotFound."""
         key = credential(headers, query)
         session_id = named_session(route.session, key, keyless=self._settings.open)
         if key is None or session_of_key(key) is None:
@@ -198,14 +200,14 @@ class HarnessApp:
 
     # Model calls.
 
-    async def _call(self, exchange: HarnessRequest, tree: Session, route: Route, incoming: Incoming) -> None:
+    async def _call(self, exchange: HarnessRequest, session: Session, route: Route, incoming: Incoming) -> None:
         """Parse, admit, run and answer. The call runs in a task of its own: a server that gives up on the answer cuts the engine and not
         the recording."""
         exchange.timeline.begin(PARSE)
         exchange.dialect = self._dialects[route.dialect]
-        draft = Draft(tree, self._services.pool.window)
+        draft = Draft(session, self._services.pool.window)
         request = await self._parse(draft, exchange.dialect.parse, incoming)
-        self._services.metrics.dropped(request.dialect, request.dropped_tools)
+        self._services.metrics.count_dropped_tools(request.dialect, request.dropped_tools)
         body, headers = draft.body(incoming.body), exchange.headers
         # A large body takes a tenth of a second.
         digest = body.digest() if body.unhashed_bytes <= LARGE_BYTES else await asyncio.to_thread(body.digest)
@@ -220,11 +222,11 @@ class HarnessApp:
             await asyncio.wait((work,))
             raise
 
-    async def _call_each(self, exchange: HarnessRequest, tree: Session, route: Route, incomings: Sequence[Incoming]) -> None:
+    async def _call_each(self, exchange: HarnessRequest, session: Session, route: Route, incomings: Sequence[Incoming]) -> None:
         """Run each as a call of its own, and answer with all of them."""
         batch = PromptArray(exchange.client, len(incomings))
         pairs = zip(batch.parts, incomings, strict=True)
-        calls = [asyncio.create_task(self._call_part(exchange, tree, route, part, each)) for part, each in pairs]
+        calls = [asyncio.create_task(self._call_part(exchange, session, route, part, each)) for part, each in pairs]
         try:
             await batch.ended.wait()
             flushed = await exchange.client.flushed()
@@ -238,22 +240,22 @@ class HarnessApp:
             await asyncio.wait(calls)
 
     async def _call_part(
-        self, whole: HarnessRequest, tree: Session, route: Route, part: ArrayMember, incoming: Incoming
+        self, whole: HarnessRequest, session: Session, route: Route, part: ArrayMember, incoming: Incoming
     ) -> None:
         timeline = Timeline(None if self._observer is None else self._observer.begin_trace(whole.headers))
-        timeline.session_id = tree.info.session_id
+        timeline.session_id = session.info.session_id
         TIMELINE.set(timeline)
         exchange = HarnessRequest(part, whole.headers, self._dialects[route.dialect], timeline)
-        await self._answer(exchange, self._admit_part(exchange, tree, route, part, incoming))
+        await self._answer(exchange, self._admit_part(exchange, session, route, part, incoming))
 
     async def _admit_part(
-        self, exchange: HarnessRequest, tree: Session, route: Route, part: ArrayMember, incoming: Incoming
+        self, exchange: HarnessRequest, session: Session, route: Route, part: ArrayMember, incoming: Incoming
     ) -> None:
         if part.number:
             # The request itself counts for the first.
-            self._services.rate.admit(tree.info.session_id)
-        with self._services.slots.take(tree.info.session_id) if part.number else nullcontext():
-            await self._call(exchange, tree, route, incoming)
+            self._services.rate.admit(session.info.session_id)
+        with self._services.slots.take(session.info.session_id) if part.number else nullcontext():
+            await self._call(exchange, session, route, incoming)
 
     async def _run(self, exchange: HarnessRequest, call: Admitted) -> None:
         out = ReplyWriter(exchange, call, self._services.metrics, self._settings.keepalive_seconds)
@@ -310,9 +312,9 @@ class HarnessApp:
             try:
                 request = await self._parsing.parse(draft, parse, incoming, again=draft.refreshed)
             except UnknownCall:
-                if draft.refreshed and not draft.tree.lacks_texts:
+                if draft.refreshed and not draft.session.lacks_texts:
                     raise
-                await self._services.cache.refresh(draft.tree)
+                await self._services.cache.refresh(draft.session)
                 draft.refreshed = True
         if draft.images:
             await self._parsing.check_images(draft)
@@ -320,19 +322,19 @@ class HarnessApp:
 
     # Everything else, which records nothing.
 
-    async def _check_life(self, tree: Session) -> None:
+    async def _check_life(self, session: Session) -> None:
         """Refuse a key whose session is gone or closed, also where nothing else is read from the store. Raises NotFound and Conflict."""
-        session_id = tree.info.session_id
+        session_id = session.info.session_id
         state = await self._services.sessions.load(session_id)
-        if state is None or state.info.created_at != tree.info.created_at:
+        if state is None or state.info.created_at != session.info.created_at:
             self._services.cache.forget(session_id)
             raise NotFound(f"session '{session_id}' does not exist")
         if state.status != "open":
             raise Conflict(f"session '{session_id}' is {state.status}; its key opens nothing any more")
 
-    async def _count(self, exchange: HarnessRequest, tree: Session, route: Route, incoming: Incoming) -> None:
+    async def _count(self, exchange: HarnessRequest, session: Session, route: Route, incoming: Incoming) -> None:
         dialect = self._dialects[route.dialect]
-        draft = Draft(tree, self._services.pool.window)
+        draft = Draft(session, self._services.pool.window)
         request = await self._parse(draft, dialect.parse_count, incoming)
         tokens = await count_tokens(draft, request, self._services)
         exchange.client.send_whole(200, JSON, cast(Counts, dialect).render_count(tokens))
@@ -348,25 +350,25 @@ class HarnessApp:
         window = models[name] if name in models else self._services.pool.find_window(name)
         return lists.render_model(name, window, created)
 
-    async def _give_stored(self, exchange: HarnessRequest, tree: Session, route: Route) -> None:
+    async def _give_stored(self, exchange: HarnessRequest, session: Session, route: Route) -> None:
         """Answer with a stored reply, which is thereby delivered, or with what it answered. A reply that broke off stays undelivered, as it
         was when it was given first."""
         stores = cast(Stores, self._dialects[route.dialect])
-        call, body = await self._find_stored(tree, stores, route.path["response_id"], cast(Action, route.action))
+        call, body = await self._find_stored(session, stores, route.path["response_id"], cast(Action, route.action))
         exchange.client.send_whole(200, JSON, body)
         if route.action == "stored" and call.status != "failed" and await exchange.client.flushed():
             # The harness has its answer; without a store the call stays what it was.
             with suppress(StoreUnavailable):
-                await self._services.sessions.note_fetched(tree.info.session_id, call.call_id)
+                await self._services.sessions.note_fetched(session.info.session_id, call.call_id)
 
-    async def _find_stored(self, tree: Session, stores: Stores, response_id: str, action: Action) -> tuple[Call, bytes]:
+    async def _find_stored(self, session: Session, stores: Stores, response_id: str, action: Action) -> tuple[Call, bytes]:
         try:
-            if not tree.lacks_texts:
-                return stores.render_stored(response_id, action, Draft(tree))
+            if not session.lacks_texts:
+                return stores.render_stored(response_id, action, Draft(session))
         except UnknownCall:
             pass
-        await self._services.cache.refresh(tree)
-        return stores.render_stored(response_id, action, Draft(tree))
+        await self._services.cache.refresh(session)
+        return stores.render_stored(response_id, action, Draft(session))
 
 
 def _query(raw: bytes) -> dict[str, str]:
@@ -424,11 +426,11 @@ class Parsing:
 
     async def parse(self, draft: Draft, parse: Parse, incoming: Incoming, *, again: bool = False) -> Request:
         """The request. Raises what the dialect raises. `again`: the second attempt, after a refresh from the store."""
-        if draft.tree.parse_turn is None and (request := self._parse_quickly(draft, parse, incoming, again)) is not None:
+        if draft.session.parse_lane is None and (request := self._parse_quickly(draft, parse, incoming, again)) is not None:
             return request
-        turn = draft.tree.parse_turn = draft.tree.parse_turn or ParseLane()
+        turn = draft.session.parse_lane = draft.session.parse_lane or ParseLane()
         async with turn.lock:
-            if (left := turn.rests_until - time.monotonic()) > 0:
+            if (left := turn.closed_until - time.monotonic()) > 0:
                 await asyncio.sleep(left)
             if (request := self._parse_quickly(draft, parse, incoming, again)) is not None:
                 return request
@@ -453,8 +455,8 @@ class Parsing:
         except (RequestError, RecursionError) as error:
             if again or not isinstance(error, UnknownCall):
                 now = time.monotonic()
-                turn = draft.tree.parse_turn = draft.tree.parse_turn or ParseLane()
-                turn.rests_until = now + REST_FACTOR * (now - began)
+                turn = draft.session.parse_lane = draft.session.parse_lane or ParseLane()
+                turn.closed_until = now + REST_FACTOR * (now - began)
             raise
 
     def _check(self, draft: Draft, parse: Parse, incoming: Incoming) -> Request:
@@ -462,24 +464,24 @@ class Parsing:
         check_tools(request.tools)
         check_recordable(request.forward)
         refuse_transfers(request)
-        count_images(request, draft.tree.bounds.per_call)
+        count_images(request, draft.session.bounds.per_call)
         if draft.window is not None and len(incoming.body) > TOKEN_BYTES * draft.window:
             check_length(request, draft.window)
         return request
 
     async def check_images(self, draft: Draft) -> None:
         """Decode the request's images that the session has not sent before, one at a time. Raises RequestError."""
-        turn = draft.tree.parse_turn = draft.tree.parse_turn or ParseLane()
+        turn = draft.session.parse_lane = draft.session.parse_lane or ParseLane()
         async with turn.lock:
             began = time.monotonic()
             try:
                 for digest, data in draft.images.items():
-                    if digest in draft.tree.kept_images:
+                    if digest in draft.session.kept_images:
                         continue
                     async with self._thread:
-                        await asyncio.to_thread(check_image, data, draft.tree.bounds)
+                        await asyncio.to_thread(check_image, data, draft.session.bounds)
             except RequestError:
-                turn.rests_until = time.monotonic() + REST_FACTOR * (time.monotonic() - began)
+                turn.closed_until = time.monotonic() + REST_FACTOR * (time.monotonic() - began)
                 raise
 
 

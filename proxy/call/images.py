@@ -45,31 +45,31 @@ class ImageCache:
     async def load(self, draft: Draft, request: Request) -> None:
         """Give the request the bytes of its images. Raises RequestError for one that the session never sent, and for more than one session
         may have."""
-        tree, sent = draft.tree, dict(draft.images)
+        session, sent = draft.session, dict(draft.images)
         digests = set(request.images)
-        unknown = digests - sent.keys() - tree.kept_images
+        unknown = digests - sent.keys() - session.kept_images
         if unknown:
             # Of another process's calls, or only named. A stored history names what its own session sent.
-            tree.kept_images |= (await self._store.sizes(tree.info.session_id, tree.info.created_at)).keys()
-            unknown -= tree.kept_images
-            if unknown and tree.recording is not None:
+            session.kept_images |= (await self._store.sizes(session.info.session_id, session.info.created_at)).keys()
+            unknown -= session.kept_images
+            if unknown and session.recording is not None:
                 # What a fork replays, its origin keeps.
-                unknown -= tree.recording.images
+                unknown -= session.recording.images
         if unknown:
             raise RequestError(f"the session has sent no image with the digest {min(unknown)}", param="messages")
-        await self._check_number(tree, digests)
+        await self._check_number(session, digests)
         request.image_bytes = sent | await self._find(digests - sent.keys())
 
-    async def _check_number(self, tree: Session, digests: set[str]) -> None:
-        new = digests - tree.kept_images
+    async def _check_number(self, session: Session, digests: set[str]) -> None:
+        new = digests - session.kept_images
         if not new:
             return
-        session_id = tree.info.session_id
-        kept = await self._store.count(session_id, tree.info.created_at)
-        if kept + len(new) > tree.bounds.per_session:
+        session_id = session.info.session_id
+        kept = await self._store.count(session_id, session.info.created_at)
+        if kept + len(new) > session.bounds.per_session:
             raise RequestError(
                 f"session '{session_id}' has {kept} images and the request {len(new)} new ones, of at most "
-                f"{tree.bounds.per_session} (VERBATIM_MAX_SESSION_IMAGES)",
+                f"{session.bounds.per_session} (VERBATIM_MAX_SESSION_IMAGES)",
                 param="messages",
             )
 
@@ -87,11 +87,11 @@ class ImageCache:
 
     async def keep(self, call: Admitted) -> None:
         """Store the images of a call that is about to be recorded. Raises Conflict when the session is closed or gone."""
-        request, tree = call.request, call.session
-        new = {digest: request.image_bytes[digest] for digest in request.images if digest not in tree.kept_images}
+        request, session = call.request, call.session
+        new = {digest: request.image_bytes[digest] for digest in request.images if digest not in session.kept_images}
         if new:
-            await self._store.keep(call.session_id, tree.info.created_at, new)
-            tree.kept_images |= new.keys()
+            await self._store.keep(call.session_id, session.info.created_at, new)
+            session.kept_images |= new.keys()
             self._remember(new)
 
     def _remember(self, images: dict[str, bytes]) -> None:

@@ -57,7 +57,7 @@ class LookaheadHook(CallHook):
         self._outbound = outbound
 
     async def admit(self, arrival: Arrival) -> None:
-        ahead = _find_lookahead(arrival.draft.tree.info)
+        ahead = _find_lookahead(arrival.draft.session.info)
         # A harness that asks for several choices chooses itself.
         applies = arrival.request.n == 1 and (not ahead.roles or arrival.purpose.role in ahead.roles)
         if applies and arrival.recorded is None:

@@ -54,7 +54,7 @@ class Peers:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         with contextlib.suppress(StoreUnavailable):
-            await self._sessions.disown(())
+            await self._sessions.abandon_intents(())
             await self._sessions.settle_answers()
             await self._store.leave(self.process)
 
@@ -91,7 +91,7 @@ class Peers:
     async def _cut_elsewhere(self, session_id: str, deadline: float) -> None:
         asked_at = float("-inf")
         seen_alive: dict[str, float] = {}
-        while others := await self._held_elsewhere(session_id):
+        while others := await self._find_other_holders(session_id):
             now = time.monotonic()
             if now - asked_at >= ASK_SECONDS:
                 await self._store.request_cut(session_id)
@@ -105,16 +105,16 @@ class Peers:
                 return
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _held_elsewhere(self, session_id: str) -> set[str]:
+    async def _find_other_holders(self, session_id: str) -> set[str]:
         """The other processes that have calls of the session under way, as far as the store knows."""
         return await self._sessions.find_holders(session_id) - {self.process}
 
     async def _beat_forever(self) -> None:
         while True:
-            with _kept_going("beat"):
+            with _keep_going("beat"):
                 await self._store.beat(self.process, LIFE_SECONDS)
                 running = self._inflight.list_running()
-                await self._sessions.disown(running)
+                await self._sessions.abandon_intents(running)
                 await self._sessions.keep_active(running)
                 await asyncio.sleep(BEAT_SECONDS - RETRY_SECONDS)
             await asyncio.sleep(RETRY_SECONDS)
@@ -122,7 +122,7 @@ class Peers:
     async def _listen_forever(self) -> None:
         mark = ""
         while True:
-            with _kept_going("listen"):
+            with _keep_going("listen"):
                 session_ids, mark = await self._store.read_cuts(mark, LISTEN_SECONDS)
                 self._cut_all(session_ids)
                 continue
@@ -146,7 +146,7 @@ class Peers:
 
 
 @contextlib.contextmanager
-def _kept_going(what: str) -> Iterator[None]:
+def _keep_going(what: str) -> Iterator[None]:
     """What goes wrong inside must not end it for good: others would take this process for dead."""
     try:
         yield

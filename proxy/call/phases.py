@@ -116,10 +116,10 @@ class Continuation(msgspec.Struct, frozen=True):
     """Where a request stands: its chain, whose last link is its fingerprint, and the call whose reply is its message number `reply_at`
     (None: a root).
 
-    `dress` is what the rendering of the request depends on beside its messages (see reconstruct.messages.dress). `redressed`: the
-    parent's was another, so that a rendering is to prove that it makes no difference.
+    `render_key` names what the rendering of the request depends on beside its messages (see reconstruct.messages.render_key).
+    `other_render_key`: the parent's was another, so that a rendering is to prove that it makes no difference.
 
-    `near` is the call whose whole request is the longest known beginning of this one, and `near_at` how many messages that is: a
+    `nearest` is the call whose whole request is the longest known beginning of this one, and `shared_messages` how many messages that is: a
     retry or another sample when it is all of them, an edited history when it goes on otherwise.
     """
 
@@ -128,15 +128,15 @@ class Continuation(msgspec.Struct, frozen=True):
     parent: Call | None = None
     reply_at: int = -1
     projection: str = ""
-    near: str | None = None
-    near_at: int = 0
-    dress: bytes = b""
-    redressed: bool = False
+    nearest: str | None = None
+    shared_messages: int = 0
+    render_key: bytes = b""
+    other_render_key: bool = False
     replay: ReplayedHistory | None = None
     """How the request replays the parent and all calls before it."""
     chained: Chained | None = None
     base: str | None = None
-    """The call on whose ids the prompt of a request without a parent is stored if `near` is None; None: the latest."""
+    """The call on whose ids the prompt of a request without a parent is stored if `nearest` is None; None: the latest."""
 
 
 class TokenPlan(msgspec.Struct, frozen=True):

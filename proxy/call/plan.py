@@ -25,7 +25,7 @@ from proxy.engine.replica import Replica
 from proxy.errors import ContextTooLong, RequestError
 from proxy.store.states import Share
 from reconstruct.media import Ranges
-from reconstruct.messages import TURN_END, Message, declare, dress, name_calls, plain_content
+from reconstruct.messages import TURN_END, Message, declare, name_calls, plain_content, render_key
 from reconstruct.prompt import Parent, Prompt, Rendering, plan
 from reconstruct.records import Call, Ids, order_key, shared_length
 from reconstruct.roles import Marks
@@ -56,157 +56,171 @@ def _text(message: Mapping[str, Any]) -> str:
 # The call that a request continues, and the ids to sample after.
 
 
-def find_parent(tree: Session, request: Request, policy: str = "") -> Continuation:
+def find_parent(session: Session, request: Request, policy: str = "") -> Continuation:
     """The call that `request`, which `policy` is to answer, continues, found from the last message backwards."""
     rendered = {name: request.forward[name] for name in _RENDERED if name in request.forward}
-    root, chained_root = tree.roots(policy, request.tools, {**request.template_kwargs, **rendered})
+    root, chained_root = session.roots(policy, request.tools, {**request.template_kwargs, **rendered})
     history = request.history
-    chained = tree.chained(chained_root, history)
+    chained = session.extend_chain(chained_root, history)
     fingerprints, names = chained.fingerprints, chained.names
 
     def render_key_of(length: int) -> bytes:
-        return dress(root, [name for name in names if name[0] < length]) if names else root
+        return render_key(root, [name for name in names if name[0] < length]) if names else root
 
-    near, near_at, whole = None, 0, render_key_of(len(history))
+    nearest, shared_messages, whole = None, 0, render_key_of(len(history))
     for position in range(len(history) - 1, -1, -1):
-        asked = tree.forest.find_by_prompt(fingerprints[position + 1])
-        if asked and near is None:
-            near = _with_render_key(tree, asked, render_key_of(position + 1))
-            near_at = position + 1 if near is not None else 0
+        asked = session.forest.find_by_prompt(fingerprints[position + 1])
+        if asked and nearest is None:
+            nearest = _with_render_key(session, asked, render_key_of(position + 1))
+            shared_messages = position + 1 if nearest is not None else 0
         if history[position].digests.is_assistant:
-            found = _find_replied_call(tree, request, position, fingerprints, render_key_of(position))
+            found = _find_replied_call(session, request, position, fingerprints, render_key_of(position))
             if found is not None:
                 parent, used, replay = found
-                redressed = parent.root_key != render_key_of(position)
+                other_render_key = parent.root_key != render_key_of(position)
                 return Continuation(
-                    root, fingerprints, parent, position, used, near, near_at, whole, redressed, replay, chained
+                    root,
+                    fingerprints,
+                    parent,
+                    position,
+                    used,
+                    nearest,
+                    shared_messages,
+                    whole,
+                    other_render_key,
+                    replay,
+                    chained,
                 )
-    return Continuation(root, fingerprints, near=near, near_at=near_at, dress=whole, chained=chained)
+    return Continuation(root, fingerprints, nearest=nearest, shared_messages=shared_messages, render_key=whole, chained=chained)
 
 
-def _with_render_key(tree: Session, call_ids: Iterable[str], dressed: bytes) -> str | None:
-    """The first of the calls that has that dress."""
-    return next((call_id for call_id in call_ids if tree.forest.calls[call_id].root_key == dressed), None)
+def _with_render_key(session: Session, call_ids: Iterable[str], key: bytes) -> str | None:
+    """The first of the calls that has that render key."""
+    return next((call_id for call_id in call_ids if session.forest.calls[call_id].root_key == key), None)
 
 
 def _find_replied_call(
-    tree: Session, request: Request, position: int, fingerprints: Sequence[bytes], dressed: bytes
+    session: Session, request: Request, position: int, fingerprints: Sequence[bytes], key: bytes
 ) -> tuple[Call, str, ReplayedHistory] | None:
     """The call whose reply is message number `position`, the projection it is replayed under, and how all before it is.
 
     Calls that the message itself names come first: by an id that was minted for them, where the history before them is theirs,
-    too; then those that said the same, and of these such as have the dress of the history here, and that which began last: each process
-    has learned of them in an order of its own. Last come others that were asked the same: the message may differ from what they said
-    by a declared projection that the chain does not leave out.
+    too; then those that said the same, and of these such as have the render key of the history here, and that which began last: each
+    process has learned of them in an order of its own. Last come others that were asked the same: the message may differ from what they
+    said by a declared projection that the chain does not leave out.
     """
     replayed = request.history[position]
-    candidates = tree.forest.find_by_reply(fingerprints[position + 1])
+    candidates = session.forest.find_by_reply(fingerprints[position + 1])
     named: Iterable[str] = [call_id for call_id in replayed.minted if call_id in candidates]
     if not named:
-        asked_here = tree.forest.find_by_prompt(fingerprints[position])
-        by_id = [call_id for call_id in replayed.minted if call_id in asked_here]
-        latest = _latest_first(tree, candidates)
-        alike = _with_render_key(tree, latest, dressed) if len(latest) > 1 else None
+        same_prompt = session.forest.find_by_prompt(fingerprints[position])
+        by_id = [call_id for call_id in replayed.minted if call_id in same_prompt]
+        latest = _latest_first(session, candidates)
+        alike = _with_render_key(session, latest, key) if len(latest) > 1 else None
         first = [] if alike is None else [alike]
-        named = (*by_id, *first, *latest, *asked_here[: -_MOST_COMPARED - 1 : -1])
+        named = (*by_id, *first, *latest, *same_prompt[: -_MOST_COMPARED - 1 : -1])
     for call_id in named:
-        call = tree.forest.calls[call_id]
-        used = tree.projection(call.call_id, replayed, request.schemas)
-        if used is not None and (replay := _replay(tree, call, request)) is not None:
+        call = session.forest.calls[call_id]
+        used = session.projection(call.call_id, replayed, request.schemas)
+        if used is not None and (replay := _replay(session, call, request)) is not None:
             return call, used, replay
     return None
 
 
-def _latest_first(tree: Session, call_ids: Sequence[str]) -> Sequence[str]:
+def _latest_first(session: Session, call_ids: Sequence[str]) -> Sequence[str]:
     if len(call_ids) < 2:
         return call_ids
-    return sorted(call_ids, key=lambda call_id: order_key(tree.forest.calls[call_id]), reverse=True)
+    return sorted(call_ids, key=lambda call_id: order_key(session.forest.calls[call_id]), reverse=True)
 
 
-def _replay(tree: Session, call: Call, request: Request) -> ReplayedHistory | None:
+def _replay(session: Session, call: Call, request: Request) -> ReplayedHistory | None:
     """The history up to the call's reply, if it and all calls before it are replayed without an edit of their reasoning, which
     the chain leaves out. Looked at only from the last call on that these messages are known to replay."""
     history = request.history
     known, new = None, []
-    for old in tree.forest.lineage(call.call_id):
-        known = tree.replay(old.call_id, history)
+    for old in session.forest.lineage(call.call_id):
+        known = session.replay(old.call_id, history)
         if known is not None:
             break
-        if tree.projection(old.call_id, history[old.message_count], request.schemas) is None:
+        if session.projection(old.call_id, history[old.message_count], request.schemas) is None:
             return None
         new.append(old)
     messages: list[Message] = list(known.messages) if known else []
     for old in reversed(new):
-        messages += _after_reply(tree, messages, history, old.message_count)
-        messages.append(tree.engine_reply(old.call_id))
+        messages += _after_reply(session, messages, history, old.message_count)
+        messages.append(session.engine_reply(old.call_id))
     return ReplayedHistory(history[: len(messages)], messages)
 
 
-def _after_reply(tree: Session, replayed: Sequence[Message], history: Sequence[HistoryMessage], end: int) -> Sequence[Message]:
+def _after_reply(
+    session: Session, replayed: Sequence[Message], history: Sequence[HistoryMessage], end: int
+) -> Sequence[Message]:
     """The messages of `history` that follow those `replayed`, up to number `end`, named after the reply that comes before them."""
     begin = len(replayed)
-    after = tree.engine_messages(history[begin:end])
-    return name_calls(tree.engine_message(history[begin - 1]), replayed[-1], after) if replayed else after
+    after = session.engine_messages(history[begin:end])
+    return name_calls(session.engine_message(history[begin - 1]), replayed[-1], after) if replayed else after
 
 
-def keep_history(tree: Session, found: Continuation) -> None:
+def keep_history(session: Session, found: Continuation) -> None:
     """The call is recorded: the next one mostly goes on from the same history."""
     if found.chained is not None:
-        tree.remember(found.chained)
+        session.remember(found.chained)
     if found.parent is not None and found.replay is not None:
-        tree.replayed(found.parent.call_id, found.replay)
+        session.keep_replay(found.parent.call_id, found.replay)
 
 
 def detach(found: Continuation) -> Continuation:
     """The same request, that goes on from nothing."""
     if found.parent is None:
         return found
-    return _replace(found, parent=None, reply_at=-1, projection="", redressed=False, replay=None)
+    return _replace(found, parent=None, reply_at=-1, projection="", other_render_key=False, replay=None)
 
 
-def confirm_parent(tree: Session, found: Continuation, prompt_ids: Ids | None) -> Continuation:
+def confirm_parent(session: Session, found: Continuation, prompt_ids: Ids | None) -> Continuation:
     """The same for an engine that renders by itself: its prompt begins with the parent's prompt, or the request is a root."""
     parent = found.parent
-    if parent is None or not found.redressed:
+    if parent is None or not found.other_render_key:
         return found
     if prompt_ids is None or not parent.ids_known:
         return detach(found)
-    before = tree.forest.prompt_ids(parent.call_id)
-    return _replace(found, redressed=False) if shared_length(before, prompt_ids) == len(before) else detach(found)
+    before = session.forest.prompt_ids(parent.call_id)
+    return _replace(found, other_render_key=False) if shared_length(before, prompt_ids) == len(before) else detach(found)
 
 
-def parent_of(tree: Session, found: Continuation, request: Request) -> Parent | None:
+def parent_of(session: Session, found: Continuation, request: Request) -> Parent | None:
     """What the prompt depends on of the call that the request continues."""
     parent = found.parent
     if parent is None or found.replay is None:
         return None
     history = found.replay.messages
-    tail = _after_reply(tree, history, request.history, len(request.history))
-    ids, asked = tree.known_ids(parent.call_id), tree.rendering(parent.call_id)
+    tail = _after_reply(session, history, request.history, len(request.history))
+    ids, asked = session.known_ids(parent.call_id), session.find_rendering(parent.call_id)
     ranges: Ranges = ()
-    if tree.forest.has_media:
-        ranges = tuple((each.start, each.length) for each in tree.forest.media(parent.call_id))
-    return Parent(history, tail, ids, len(parent.node.completion_ids), _closed(parent), asked, found.redressed, ranges)
+    if session.forest.has_media:
+        ranges = tuple((each.start, each.length) for each in session.forest.media(parent.call_id))
+    return Parent(
+        history, tail, ids, len(parent.node.completion_ids), _has_ended_turn(parent), asked, found.other_render_key, ranges
+    )
 
 
 def accept_prompt(
-    tree: Session, found: Continuation, prompt: Prompt, body: Mapping[str, Any], *, keeps_text_apart: bool = False
+    session: Session, found: Continuation, prompt: Prompt, body: Mapping[str, Any], *, keeps_text_apart: bool = False
 ) -> tuple[Continuation, TokenPlan]:
-    """What the call continues and its plan, of a prompt that was made here or by the engine. The tree remembers the turn end.
+    """What the call continues and its plan, of a prompt that was made here or by the engine. The session remembers the turn end.
 
-    The call is a root where it was found below a call of another dress and the template shows the difference."""
+    The call is a root where it was found below a call of another render_key and the template shows the difference."""
     if prompt.close is not None:
-        tree.turn_ends[found.root] = prompt.close
+        session.turn_ends[found.root] = prompt.close
     if not prompt.continues:
         found = detach(found)
-    elif found.redressed and found.parent is not None and tree.known_ids(found.parent.call_id) is not None:
-        found = _replace(found, redressed=False)
+    elif found.other_render_key and found.parent is not None and session.known_ids(found.parent.call_id) is not None:
+        found = _replace(found, other_render_key=False)
     if prompt.adds_end:
         found = _replace(found, projection=declare(found.projection, TURN_END))
     return found, TokenPlan(prompt.ids, prompt.branch_reason, prompt.rendering, body, keeps_text_apart, prompt.media)
 
 
-def _closed(call: Call) -> bool:
+def _has_ended_turn(call: Call) -> bool:
     """Whether the model ended the turn itself: one of its end tokens is the last sampled id."""
     return call.finish_reason in ("stop", "tool_calls") and not isinstance(call.stop_reason, str)
 

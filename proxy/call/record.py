@@ -82,7 +82,7 @@ def build_records(sampled: Sampled, found: Continuation, choices: Sequence[Choic
             finish_reason=each.finish_reason if aborted else choice.finish_reason,
             stop_reason=each.stop_reason,
             sampling=sampling,
-            root_key=found.dress,
+            root_key=found.render_key,
             fingerprint=found.chain[-1],
             reply_fingerprint=chain(found.chain[-1], [digest_message(choice.message)])[-1],
             message_count=count,
@@ -158,7 +158,7 @@ class TreePosition:
 
 
 def locate(
-    tree: Session, found: Continuation, prompt_ids: Ids | None, branch_reason: str | None, media: tuple[Media, ...] = ()
+    session: Session, found: Continuation, prompt_ids: Ids | None, branch_reason: str | None, media: tuple[Media, ...] = ()
 ) -> TreePosition:
     """Where `prompt_ids` (None: not known) with their `media` hang: on the parent where they begin with all of its ids, else on the call
     that probably shares most.
@@ -168,60 +168,62 @@ def locate(
     """
     parent_id = found.parent.call_id if found.parent else None
     if prompt_ids is None:
-        return TreePosition(parent_id, _root_reason(tree, found) if parent_id is None else IDS_UNKNOWN, None, 0, pack_ids(()))
-    base = _nearest_known(tree, parent_id or found.near or found.base or next(reversed(tree.forest.calls), None))
-    known = tree.known_ids(base) if base is not None else None
+        return TreePosition(
+            parent_id, _root_reason(session, found) if parent_id is None else IDS_UNKNOWN, None, 0, pack_ids(())
+        )
+    base = _nearest_known(session, parent_id or found.nearest or found.base or next(reversed(session.forest.calls), None))
+    known = session.known_ids(base) if base is not None else None
     shared = shared_length(known, prompt_ids) if known is not None else 0
-    if base is not None and (media or tree.forest.has_media):
-        shared = agreed_length(shared, tree.forest.media(base), media)
+    if base is not None and (media or session.forest.has_media):
+        shared = agreed_length(shared, session.forest.media(base), media)
     if parent_id is None:
-        reason = _root_reason(tree, found)
+        reason = _root_reason(session, found)
     elif base != parent_id:
         reason = branch_reason or IDS_UNKNOWN
-    elif shared < tree.forest.full_length(parent_id):
+    elif shared < session.forest.full_length(parent_id):
         reason = branch_reason or "retokenized"
     else:
         # Also where nothing proved it beforehand: a fresh rendering may begin with all of the parent's ids.
-        reason = _fork_reason(tree, found, parent_id)
+        reason = _fork_reason(session, found, parent_id)
     own = shift((each for each in media if each.start >= shared), -shared) if media else ()
     return TreePosition(parent_id, reason, base if shared else None, shared, prompt_ids[shared:], own)
 
 
-def _nearest_known(tree: Session, call_id: str | None) -> str | None:
+def _nearest_known(session: Session, call_id: str | None) -> str | None:
     """The call, or the first of its ancestors whose ids are known."""
-    return next((call.call_id for call in tree.forest.lineage(call_id) if call.ids_known), None)
+    return next((call.call_id for call in session.forest.lineage(call_id) if call.ids_known), None)
 
 
-def _fork_reason(tree: Session, found: Continuation, parent_id: str) -> str | None:
+def _fork_reason(session: Session, found: Continuation, parent_id: str) -> str | None:
     """Why a call that extends its parent is not the first to do so."""
-    if _asked_before(tree, found, parent_id):
+    if _is_repeat(session, found, parent_id):
         return "repeated"
     if _is_edited(found):
         return "edited"
-    return "forked" if tree.forest.children(parent_id) else None
+    return "forked" if session.forest.children(parent_id) else None
 
 
-def _root_reason(tree: Session, found: Continuation) -> str | None:
-    if not len(tree.forest):
+def _root_reason(session: Session, found: Continuation) -> str | None:
+    if not len(session.forest):
         return None
-    if _is_repeated(found) or _asked_before(tree, found, None):
+    if _is_repeated(found) or _is_repeat(session, found, None):
         return "repeated"
     return "edited" if _is_edited(found) else "new_root"
 
 
 def _is_repeated(found: Continuation) -> bool:
-    return found.near is not None and found.near_at == len(found.chain) - 1
+    return found.nearest is not None and found.shared_messages == len(found.chain) - 1
 
 
 def _is_edited(found: Continuation) -> bool:
-    return found.near is not None and not _is_repeated(found) and found.near_at > found.reply_at + 1
+    return found.nearest is not None and not _is_repeated(found) and found.shared_messages > found.reply_at + 1
 
 
-def _asked_before(tree: Session, found: Continuation, parent_id: str | None) -> bool:
+def _is_repeat(session: Session, found: Continuation, parent_id: str | None) -> bool:
     """Whether the same request stands below the same parent by now: its twin may have been recorded while this one was sampled."""
-    asked = (tree.forest.calls[call_id] for call_id in reversed(tree.forest.find_by_prompt(found.chain[-1])))
+    asked = (session.forest.calls[call_id] for call_id in reversed(session.forest.find_by_prompt(found.chain[-1])))
     # The chain leaves reasoning out: a request of the same fingerprint below another parent is of an edited history.
-    return any(call.node.parent_id == parent_id and call.root_key == found.dress for call in asked)
+    return any(call.node.parent_id == parent_id and call.root_key == found.render_key for call in asked)
 
 
 def _find_marks(placed: Placed, messages_from: int) -> Mapping[str, str]:
@@ -452,7 +454,7 @@ def control_tokens(messages: Iterable[Mapping[str, Any]], tools: Sequence[Any] =
             _look(content, found)
         # Beside its role and content: most messages have no more.
         if len(message) > 2:
-            _look("\0".join(_said(message.get(name)) for name in _FIELDS), found)
+            _look("\0".join(_as_text(message.get(name)) for name in _FIELDS), found)
     return tuple(sorted(found)[:_MOST]) if found else ()
 
 
@@ -461,7 +463,7 @@ def _look(text: str, found: set[str]) -> None:
         found.update(_CONTROL.findall(text))
 
 
-def _said(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else _encode(value).decode() if value else ""
 
 

@@ -127,29 +127,29 @@ class Replays:
         self._metrics = metrics
 
     async def recall(self, arrival: Arrival) -> Replayed | Diverged | Live:
-        """What the recording makes of a fork's request; recorded calls stand in the fork's tree when this returns. Raises as the store, and
-        Conflict or NotFound for a session that takes no calls."""
-        tree, request, recording = arrival.draft.tree, arrival.request, arrival.draft.tree.recording
+        """What the recording makes of a fork's request; recorded calls stand in the fork's session when this returns. Raises as the store,
+        and Conflict or NotFound for a session that takes no calls."""
+        session, request, recording = arrival.draft.session, arrival.request, arrival.draft.session.recording
         if recording is None:
             raise RuntimeError("a session that is no fork replays nothing")
         policy = self._find_policy(recording, request.model)
         find = (MESSAGES if request.prompt is None else PROMPT).find_parent
         for _ in range(_TRIES):
-            found = find(tree, request, policy)
-            match = match_request(tree, recording, request, arrival.digest, found)
-            if isinstance(match, Match) and match.again and not arrival.is_retry and await self._was_delivered(tree, match):
+            found = find(session, request, policy)
+            match = match_request(session, recording, request, arrival.digest, found)
+            if isinstance(match, Match) and match.again and not arrival.is_retry and await self._was_delivered(session, match):
                 match = Unmatched(match.mark)
             if isinstance(match, Unmatched):
                 # Another process may have recorded what this one continues.
-                if match.live or not await self._trees.refresh(tree):
-                    return self._sample(tree, recording, request, found, match)
-            elif await self._take(tree, recording, request, found, match):
+                if match.live or not await self._trees.refresh(session):
+                    return self._sample(session, recording, request, found, match)
+            elif await self._take(session, recording, request, found, match):
                 arrival.draft.keep()
-                keep_history(tree, found)
-                self._trees.weigh(tree)
-                self._metrics.recalled("replayed")
+                keep_history(session, found)
+                self._trees.weigh(session)
+                self._metrics.count_replay("replayed")
                 return Replayed(recording, match.recorded.calls)
-        raise Unavailable(f"session '{tree.info.session_id}' is too busy; try again")
+        raise Unavailable(f"session '{session.info.session_id}' is too busy; try again")
 
     def _find_policy(self, recording: Recording, model: str) -> str:
         """The policy whose calls the request may continue, whether an engine serves it now or not. A name that is not known is that of
@@ -162,97 +162,101 @@ class Replays:
         except VerbatimError:
             return model
 
-    async def _was_delivered(self, tree: Session, match: Match) -> bool:
-        return match.recorded.first.call_id in await self._sessions.load_delivered(tree.info.session_id)
+    async def _was_delivered(self, session: Session, match: Match) -> bool:
+        return match.recorded.first.call_id in await self._sessions.load_delivered(session.info.session_id)
 
-    async def _take(self, tree: Session, recording: Recording, request: Request, found: Continuation, match: Match) -> bool:
+    async def _take(self, session: Session, recording: Recording, request: Request, found: Continuation, match: Match) -> bool:
         """Whether the recorded calls are in the fork's records now; otherwise others are there that were not known."""
-        known = tree.known
-        calls = match.recorded.calls if match.again else _place_calls(tree, recording, request, found, match)
+        known = session.known
+        calls = match.recorded.calls if match.again else _place_calls(session, recording, request, found, match)
         originals = zip(match.recorded.calls, match.recorded.stored, calls, strict=True)
         entries = {call.call_id: stored if call is original else _store_whole(call) for original, stored, call in originals}
-        begun = await self._sessions.replay(tree.info.session_id, known, entries, time.time(), created_at=tree.info.created_at)
-        self._trees.check_open(tree, begun)
+        begun = await self._sessions.replay(
+            session.info.session_id, known, entries, time.time(), created_at=session.info.created_at
+        )
+        self._trees.check_open(session, begun)
         if not begun.accepted:
-            tree.learn(begun.records, known)
+            session.learn(begun.records, known)
         elif not match.again:
-            tree.committed(calls, None, known + len(calls))
+            session.add_calls(calls, None, known + len(calls))
         return begun.accepted
 
     def _sample(
-        self, tree: Session, recording: Recording, request: Request, found: Continuation, match: Unmatched
+        self, session: Session, recording: Recording, request: Request, found: Continuation, match: Unmatched
     ) -> Live | Diverged:
         marks = {REPLAY: match.mark} if match.mark else {}
         if match.differs:
             marks[DIFFERS] = "true"
         if match.mark != DIVERGED:
             return Live(marks)
-        self._metrics.recalled("diverged")
+        self._metrics.count_replay("diverged")
         if recording.fork.on_divergence == "live":
             return Live(marks)
         reason = explain_divergence(recording, request, found, self._find_policy(recording, request.model))
-        where = f"session '{tree.info.session_id}' replays session '{recording.fork.session_id}', where this was not asked"
+        where = f"session '{session.info.session_id}' replays session '{recording.fork.session_id}', where this was not asked"
         return Diverged(ReplayDiverged(f"{where}: {reason}"))
 
 
 def match_request(
-    tree: Session, recording: Recording, request: Request, digest: bytes, found: Continuation
+    session: Session, recording: Recording, request: Request, digest: bytes, found: Continuation
 ) -> Match | Unmatched:
     """What the recording has for a request that continues `found`. Of several recorded requests of one history each is given once, that
     with the same body (`digest`) first."""
     parent_id = found.parent.call_id if found.parent is not None else None
-    if found.parent is not None and found.parent.session_id == tree.info.session_id:
+    if found.parent is not None and found.parent.session_id == session.info.session_id:
         return Unmatched(live=True)
-    same = [each for each in recording.find(found.chain[-1]) if _continues(tree, recording, each, found)]
-    alike = same or _find_similar(tree, recording, request, found)
-    fitting = [each for each in alike if len(each.calls) == request.n and each.first.root_key == found.dress]
-    free = [each for each in fitting if each.replayed and each.first.call_id not in tree.forest]
+    same = [each for each in recording.find(found.chain[-1]) if _continues(session, recording, each, found)]
+    alike = same or _find_similar(session, recording, request, found)
+    fitting = [each for each in alike if len(each.calls) == request.n and each.first.root_key == found.render_key]
+    free = [each for each in fitting if each.replayed and each.first.call_id not in session.forest]
     if free:
         return Match(min(free, key=lambda each: each.first.digest != digest), exact=bool(same))
     if later := [each for each in fitting if not each.replayed]:
         return Unmatched(PIVOT if recording.pivot in later else "", differs=not same)
-    mark = DIVERGED if _is_before_pivot(tree, recording, parent_id) else ""
-    given = [each for each in fitting if not tree.forest.children(each.first.call_id)]
+    mark = DIVERGED if _is_before_pivot(session, recording, parent_id) else ""
+    given = [each for each in fitting if not session.forest.children(each.first.call_id)]
     return Match(given[-1], bool(same), again=True, mark=mark) if given else Unmatched(mark)
 
 
-def _is_before_pivot(tree: Session, recording: Recording, parent_id: str | None) -> bool:
+def _is_before_pivot(session: Session, recording: Recording, parent_id: str | None) -> bool:
     """Whether the recording was to answer: its pivot was not asked yet, or without one, other requests stand in this place."""
     if recording.pivot is None:
         return bool(recording.below(parent_id))
     # A replayed call may be the pivot of the fork that sampled it.
-    own = (call for call in tree.forest.calls.values() if call.session_id == tree.info.session_id)
+    own = (call for call in session.forest.calls.values() if call.session_id == session.info.session_id)
     return not any(call.marks.get(REPLAY) == PIVOT for call in own)
 
 
-def _continues(tree: Session, recording: Recording, recorded: RecordedRequest, found: Continuation) -> bool:
+def _continues(session: Session, recording: Recording, recorded: RecordedRequest, found: Continuation) -> bool:
     """Whether a recorded request of the same history continues the same call, or one that said the very same, as twins do."""
     parent_id = recorded.first.node.parent_id
     if parent_id is None or found.parent is None:
         return parent_id is None
     if parent_id == found.parent.call_id:
         return True
-    return parent_id in tree.forest and recording.forest.calls[parent_id].reply == found.parent.reply
+    return parent_id in session.forest and recording.forest.calls[parent_id].reply == found.parent.reply
 
 
-def _find_similar(tree: Session, recording: Recording, request: Request, found: Continuation) -> Sequence[RecordedRequest]:
+def _find_similar(session: Session, recording: Recording, request: Request, found: Continuation) -> Sequence[RecordedRequest]:
     """The recorded requests that continue the same call with the same messages but for volatile lines and, where ids prove which reply
     they answer, the contents of tool results."""
-    if tree.info.echo_policy != "minted":
+    if session.info.echo_policy != "minted":
         return ()
     parent_id = None if found.parent is None else found.parent.call_id
     new = request.history[found.reply_at + 1 :]
     below = recording.below(parent_id)
-    return [each for each in below if _reads_alike(tree, _decode(each.first.messages), new, of_call=parent_id is not None)]
+    return [each for each in below if _reads_alike(session, _decode(each.first.messages), new, of_call=parent_id is not None)]
 
 
-def _reads_alike(tree: Session, recorded: Sequence[Mapping[str, Any]], new: Sequence[HistoryMessage], *, of_call: bool) -> bool:
+def _reads_alike(
+    session: Session, recorded: Sequence[Mapping[str, Any]], new: Sequence[HistoryMessage], *, of_call: bool
+) -> bool:
     if len(recorded) != len(new):
         return False
     return all(
         (of_call and one.get("role") == other.message.get("role") == "tool")
         or digest_message(one).digest == other.digests.digest
-        or tree.changes_volatile_lines(dict(one), other.message)
+        or session.changes_volatile_lines(dict(one), other.message)
         for one, other in zip(recorded, new, strict=True)
     )
 
@@ -278,22 +282,24 @@ def explain_divergence(recording: Recording, request: Request, found: Continuati
     )
 
 
-def _place_calls(tree: Session, recording: Recording, request: Request, found: Continuation, match: Match) -> list[Call]:
-    """The recorded calls as they stand in the fork's tree."""
+def _place_calls(session: Session, recording: Recording, request: Request, found: Continuation, match: Match) -> list[Call]:
+    """The recorded calls as they stand in the fork's session."""
     placed: list[Call] = []
     for call in match.recorded.calls:
         if not match.exact:
             placed.append(_without_ids(call, request, found))
         else:
-            known = tree.forest.calls.keys() | {each.call_id for each in placed}
-            placed.append(call if call.node.base_id is None or call.node.base_id in known else _rebase(tree, recording, call))
-    return [_as_given(tree, call, request) for call in placed]
+            known = session.forest.calls.keys() | {each.call_id for each in placed}
+            placed.append(
+                call if call.node.base_id is None or call.node.base_id in known else _rebase(session, recording, call)
+            )
+    return [_as_given(session, call, request) for call in placed]
 
 
-def _as_given(tree: Session, call: Call, request: Request) -> Call:
+def _as_given(session: Session, call: Call, request: Request) -> Call:
     """The recorded call as its reply is given here: the dialect, its marks and the name of the model say how that is found again, followed
     and shown. The messages are the same, each as this dialect reads it."""
-    asked = read_model(call) or tree.model(call.node.parent_id)
+    asked = read_model(call) or session.model(call.node.parent_id)
     if call.dialect == request.dialect and asked == request.model and describes_alike(call.marks, request.marks):
         return call
     others = {name: mark for name, mark in call.marks.items() if name not in GIVEN}
@@ -302,7 +308,7 @@ def _as_given(tree: Session, call: Call, request: Request) -> Call:
     return replace(call, dialect=request.dialect, messages=messages, marks={**others, **named, **request.marks})
 
 
-def _rebase(tree: Session, recording: Recording, call: Call) -> Call:
+def _rebase(session: Session, recording: Recording, call: Call) -> Call:
     """The call with the ids of its prompt on its parent, or whole, where the fork has not replayed what they stand on."""
     parent_id, prompt = call.node.parent_id, recording.forest.prompt_ids(call.call_id)
     extends = parent_id is not None and recording.forest.extends(call.call_id)
@@ -329,7 +335,7 @@ def _without_ids(call: Call, request: Request, found: Continuation) -> Call:
         node=Node(parent_id, None, None, 0, none, none, pack_logprobs(()), (), ()),
         fingerprint=found.chain[-1],
         reply_fingerprint=chain(found.chain[-1], [digest_message(_decode(call.reply))])[-1],
-        root_key=found.dress,
+        root_key=found.render_key,
         message_count=len(request.messages),
         messages_from=begin,
         messages=_encode(request.messages[begin:]),

@@ -68,7 +68,7 @@ async def admit(
 ) -> Admitted:
     """The request, whose body has this digest, becomes a call: from here on closing the session or the service ends it properly. `run_call`
     must follow. Raises what a hook refuses it with."""
-    info = draft.tree.info
+    info = draft.session.info
     purpose = find_purpose(read_marks(request, headers), services.settings.role_rules, info.role_rules)
     retries = headers.get("x-stainless-retry-count", "0")
     marks = request.marks if retries == "0" else {**request.marks, "retry": retries}
@@ -80,7 +80,7 @@ async def admit(
     call = Admitted(
         info.session_id,
         call_ids[0],
-        draft.tree,
+        draft.session,
         draft,
         request,
         arrival.request,
@@ -121,7 +121,7 @@ async def run_call(call: Admitted, emit: Emit, services: Services) -> Reply:
         call.timeline.begin(REPLY)
         remember(sampled, found, records, total, services)
         warn_of_renderings(sampled.placed.replica, records, choices)
-        services.metrics.recorded(records, time.perf_counter() - call.clock, call.timeline.engine_seconds)
+        services.metrics.count_calls(records, time.perf_counter() - call.clock, call.timeline.engine_seconds)
     finally:
         services.inflight.leave(call.scope)
     if sampled.error is not None:
@@ -343,12 +343,12 @@ async def commit(call: Admitted, records: Sequence[Call], services: Services) ->
 def remember(sampled: Sampled, found: Continuation, records: Sequence[Call], total: int, services: Services) -> None:
     """The call is recorded, as one of `total`: its session knows it here, too, and that the next one mostly goes on from it."""
     call, session = sampled.call, sampled.call.session
-    session.committed(records, sampled.prompt_ids, total)
+    session.add_calls(records, sampled.prompt_ids, total)
     call.draft.keep()
     keep_history(session, found)
     services.cache.weigh(session)
     if sampled.placed.plan is not None:
-        session.rendered(call.call_id, sampled.placed.plan.rendering)
+        session.keep_rendering(call.call_id, sampled.placed.plan.rendering)
 
 
 def _encode_records(records: Sequence[Call]) -> dict[str, bytes]:
@@ -367,9 +367,9 @@ async def _check_open(call: Admitted, services: Services) -> None:
 
 async def count_tokens(draft: Draft, request: Request, services: Services) -> int:
     """How many tokens the request's prompt has, as the engine counts them; nothing is recorded."""
-    replica = services.pool.pick(draft.tree.info.session_id, request.model)
-    request.engine_messages = draft.tree.engine_messages(request.history)
-    for hook in choose_hooks(services.hooks, draft.tree.info, request).before_sampling:
+    replica = services.pool.pick(draft.session.info.session_id, request.model)
+    request.engine_messages = draft.session.engine_messages(request.history)
+    for hook in choose_hooks(services.hooks, draft.session.info, request).before_sampling:
         await hook(draft, request, replica)
     return await services.pool.kinds.of(replica).count(replica, request)
 

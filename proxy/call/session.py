@@ -106,11 +106,11 @@ class ReplayedHistory:
 
 @dataclass(slots=True)
 class ParseLane:
-    """A session's turn to have something large parsed, or something after it was refused; `rests_until` in seconds of
+    """A session's turn to have something large parsed, or something after it was refused; `closed_until` in seconds of
     `time.monotonic`."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    rests_until: float = 0.0
+    closed_until: float = 0.0
 
 
 class Session:
@@ -155,7 +155,7 @@ class Session:
         self._call_bytes = self._reply_bytes = self._item_bytes = self._longest = 0
         self._stripped = 0
         """How many calls, from the first one on, may lack the texts of their prompts."""
-        self.parse_turn: ParseLane | None = None
+        self.parse_lane: ParseLane | None = None
 
     @property
     def memory_bytes(self) -> int:
@@ -219,7 +219,7 @@ class Session:
             self._roots = (told, own, chained)
         return self._roots[1:]
 
-    def chained(self, root: bytes, history: list[HistoryMessage]) -> Chained:
+    def extend_chain(self, root: bytes, history: list[HistoryMessage]) -> Chained:
         """The hash chain over `history` (see reconstruct.messages.chain), hashed only from where no recent history agrees. Where ids
         prove replies, a message that names the one call whose request is the history before it counts as that call's reply."""
         known, shared = None, 0
@@ -272,7 +272,7 @@ class Session:
         known = self._replays.get(call_id)
         return known if known is not None and _begins(history, known.history) else None
 
-    def replayed(self, call_id: str, replay: ReplayedHistory) -> None:
+    def keep_replay(self, call_id: str, replay: ReplayedHistory) -> None:
         self._replays[call_id] = replay
         while len(self._replays) > _RECENT_HISTORIES:
             self._replays.popitem(last=False)
@@ -297,11 +297,11 @@ class Session:
                 self._remember(call_id, ids)
         return ids
 
-    def rendering(self, call_id: str) -> Ids | None:
+    def find_rendering(self, call_id: str) -> Ids | None:
         """The template's own rendering of the call's request, where it is still known."""
         return self._renderings.get(call_id)
 
-    def rendered(self, call_id: str, ids: Ids) -> None:
+    def keep_rendering(self, call_id: str, ids: Ids) -> None:
         _keep_recent(self._renderings, call_id, ids)
 
     def _remember(self, call_id: str, ids: Ids) -> None:
@@ -397,7 +397,7 @@ class Session:
         self.known = max(self.known, start + len(records))
         return lacked or len(self.forest) > size
 
-    def committed(self, calls: Sequence[Call], prompt_ids: Ids | None, total: int) -> None:
+    def add_calls(self, calls: Sequence[Call], prompt_ids: Ids | None, total: int) -> None:
         """This process appended `calls`, all sampled after `prompt_ids` (None: not known); the store now counts `total` records."""
         for call in calls:
             self._add(call)
@@ -431,10 +431,10 @@ class Draft:
 
     Implements `proxy.dialects.base.Past`."""
 
-    __slots__ = ("_converted", "_memos", "_new", "_read", "_reader", "refreshed", "seals", "tree", "window")
+    __slots__ = ("_converted", "_memos", "_new", "_read", "_reader", "refreshed", "seals", "session", "window")
 
-    def __init__(self, tree: Session, window: int | None = None) -> None:
-        self.tree = tree
+    def __init__(self, session: Session, window: int | None = None) -> None:
+        self.session = session
         self.window = window
         """The most tokens that any engine takes, None where that is not known."""
         self._reader: ImageReader | None = None
@@ -450,7 +450,7 @@ class Draft:
     def reader(self) -> ImageReader:
         """Reads the images of the request's new messages."""
         if self._reader is None:
-            self._reader = ImageReader(self.tree.bounds)
+            self._reader = ImageReader(self.session.bounds)
         return self._reader
 
     @property
@@ -469,7 +469,7 @@ class Draft:
         return split if split is not None and split.body is body else SplitBody(body, {}, [])
 
     def split(self, body: bytes, listed: str, divide: Divide) -> SplitBody:
-        self._memos = self.tree.memos.find(divide)
+        self._memos = self.session.memos.find(divide)
         return split_body(body, listed, [memo.raw for memo in self._memos])
 
     def read(self, split: SplitBody, divide: Divide) -> tuple[list[HistoryMessage], list[bytes]]:
@@ -481,12 +481,12 @@ class Draft:
             if unit.read is None:
                 reading.aside.append(unit.raw)
             else:
-                reading.messages.extend(self.see(unit.raw, unit.read))
+                reading.messages.extend(self.read_item(unit.raw, unit.read))
         self._read = divide, split, reading
         return [*reading.messages], [*reading.aside]
 
     def convert(self, given: Any, convert: Callable[[Any], T]) -> T:
-        for value, by, result in (*self.tree.memos.converted, *self._converted):
+        for value, by, result in (*self.session.memos.converted, *self._converted):
             if value is given and by is convert:
                 return cast(T, result)
         made = convert(given)
@@ -494,10 +494,10 @@ class Draft:
             self._converted.append((given, convert, made))
         return made
 
-    def see(self, raw: bytes, read: ItemReader) -> list[HistoryMessage]:
+    def read_item(self, raw: bytes, read: ItemReader) -> list[HistoryMessage]:
         # The same bytes may mean another message in another dialect.
         key = (read, raw if len(raw) <= _SHORT_BYTES else hash_bytes(raw))
-        seen = self.tree.items.get(key)
+        seen = self.session.items.get(key)
         if seen is not None:
             return seen
         new = self._new.get(key)
@@ -508,7 +508,7 @@ class Draft:
             if self.window is not None and len(raw) > TOKEN_BYTES * self.window:
                 # To digest it takes ten times as long as to read it.
                 check_texts(find_texts(heard.message for heard in found), self.window, "messages")
-            messages = [self.tree.digest(heard, self) for heard in found]
+            messages = [self.session.digest(heard, self) for heard in found]
             length = len(raw)
             if self._reader is not None:
                 # The bytes of images are not kept with their messages.
@@ -520,19 +520,19 @@ class Draft:
     def keep(self) -> None:
         """The call is recorded."""
         for key, (seen, size) in self._new.items():
-            self.tree.keep(key, seen, size)
+            self.session.keep(key, seen, size)
         if self._read is not None:
-            self.tree.memos.keep(*self._read, self._converted)
+            self.session.memos.keep(*self._read, self._converted)
         self._new, self._read = {}, None
 
     def call(self, call_id: str) -> Call:
-        return self.tree.call(call_id)
+        return self.session.call(call_id)
 
     def reply(self, call_id: str) -> dict[str, Any]:
-        return self.tree.reply(call_id)
+        return self.session.reply(call_id)
 
     def history(self, call_id: str) -> list[HistoryMessage]:
-        return self.tree.history(call_id)
+        return self.session.history(call_id)
 
 
 def _begins(history: list[HistoryMessage], known: list[HistoryMessage]) -> bool:

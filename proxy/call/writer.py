@@ -44,7 +44,7 @@ class HarnessRequest:
     def refuse(self, error: VerbatimError, metrics: Metrics) -> None:
         """Answer with the error in the dialect's shape."""
         self.note(error)
-        metrics.refused(self.dialect.name, error.code)
+        metrics.count_refusal(self.dialect.name, error.code)
         answer = self.dialect.render_error(error)
         headers = [*JSON, *((name.encode(), value.encode()) for name, value in answer.headers.items())]
         self.client.send_whole(answer.status, headers, answer.body)
@@ -110,7 +110,7 @@ class ReplyWriter:
             return
         self._exchange.note(error)
         renderer = self._begin()
-        self._metrics.refused(self._dialect.name, error.code)
+        self._metrics.count_refusal(self._dialect.name, error.code)
         self._client.write(renderer.fail(error), last=True)
 
     def _open(self, prompt_tokens: int) -> StreamRenderer:

@@ -239,7 +239,7 @@ class Past(Protocol):
         are many. So it must depend on nothing else, and what it returns must not be changed. Raises what `convert` does."""
         ...
 
-    def see(self, raw: bytes, read: ItemReader) -> list[HistoryMessage]:
+    def read_item(self, raw: bytes, read: ItemReader) -> list[HistoryMessage]:
         """The messages that `read` makes of a raw item, from memory if the session has sent the item before. `read` is part of the
         key and outlives the request: pass the same function every time, and none that holds anything of the request."""
         ...

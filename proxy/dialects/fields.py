@@ -43,7 +43,7 @@ def number(body: Mapping[str, Any], key: str) -> float | None:
         return value
     if not is_integer(value):
         raise _wrong(key, "a number")
-    return _bounded(value, key)
+    return _check_range(value, key)
 
 
 def integer(body: Mapping[str, Any], key: str) -> int | None:
@@ -52,7 +52,7 @@ def integer(body: Mapping[str, Any], key: str) -> int | None:
         return None
     if not is_integer(value):
         raise _wrong(key, "an integer")
-    return _bounded(value, key)
+    return _check_range(value, key)
 
 
 def positive(body: Mapping[str, Any], key: str) -> int | None:
@@ -61,7 +61,7 @@ def positive(body: Mapping[str, Any], key: str) -> int | None:
         return None
     if not is_integer(value) or value < 1:
         raise _wrong(key, "a positive integer")
-    return _bounded(value, key)
+    return _check_range(value, key)
 
 
 def flag(body: Mapping[str, Any], key: str) -> bool:
@@ -206,7 +206,7 @@ def _wrong(key: str, rule: str) -> RequestError:
     return RequestError(f"'{key}' must be {rule}", param=key)
 
 
-def _bounded(value: int, key: str) -> int:
+def _check_range(value: int, key: str) -> int:
     if -(2**63) <= value < 2**63:
         return value
     raise RequestError(f"'{key}' must be an integer of at most 64 bits", param=key)

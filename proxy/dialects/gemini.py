@@ -171,7 +171,7 @@ def _system(body: Mapping[str, Any], past: Past) -> list[HistoryMessage]:
     """The system instruction as a message, unless it is empty."""
     if "systemInstruction" not in body:
         return []
-    return [seen for seen in past.see(encode(body["systemInstruction"]), read_system) if seen.message["content"]]
+    return [seen for seen in past.read_item(encode(body["systemInstruction"]), read_system) if seen.message["content"]]
 
 
 def _model(name: str, window: int | None) -> dict[str, Any]:

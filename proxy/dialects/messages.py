@@ -165,8 +165,10 @@ def _system(body: Mapping[str, Any], leading: Sequence[bytes], past: Past) -> li
     """
     prompt = read_texts(body["system"]) if body.get("system") is not None else []
     prompt += [text for item in leading for text in read_texts(decode(item).get("content"))]
-    lasting = [text for part in prompt for seen in past.see(encode(part), _read_system) if (text := seen.message["content"])]
-    return past.see(encode("\n".join(lasting)), _read_system) if lasting else []
+    lasting = [
+        text for part in prompt for seen in past.read_item(encode(part), _read_system) if (text := seen.message["content"])
+    ]
+    return past.read_item(encode("\n".join(lasting)), _read_system) if lasting else []
 
 
 def _read_system(raw: bytes, _: Past) -> list[ParsedMessage]:

@@ -180,18 +180,18 @@ def _history(
         system, history = load_conversation(call, past)
         prompts.append(system)
         read = ReadSystem(later_system_role)
-        new = [*(seen for raw in leading for seen in past.see(raw, read)), *new]
+        new = [*(seen for raw in leading for seen in past.read_item(raw, read)), *new]
     else:
         prompts += [_system_text(past, raw) for raw in leading]
     if previous is None and not new and not any(prompts[1:]):
         raise RequestError("'input' must hold a message", param="input")
     text = "\n\n".join(prompt for prompt in prompts if prompt)
-    first = past.see(encode({"content": text}), _FIRST_SYSTEM) if text else []
+    first = past.read_item(encode({"content": text}), _FIRST_SYSTEM) if text else []
     return [*first, *history, *new], len(prompts[0])
 
 
 def _system_text(past: Past, raw: bytes) -> str:
-    return "\n\n".join(str(seen.message["content"]) for seen in past.see(raw, _FIRST_SYSTEM))
+    return "\n\n".join(str(seen.message["content"]) for seen in past.read_item(raw, _FIRST_SYSTEM))
 
 
 def _forward(body: Mapping[str, Any], box: Toolbox) -> dict[str, Any]:

@@ -283,7 +283,7 @@ class Replica:
         for topic in ("fields", "ids", "thinking"):
             self.note(topic, "")
 
-    def see_ids(self, there: bool | None, *, streamed: bool) -> None:
+    def note_ids(self, there: bool | None, *, streamed: bool) -> None:
         """Tell whether a reply had token ids and logprobs; None: it does not show. Without them calls are served and never trained."""
         if there is None or self.returns_ids.get(streamed) == there:
             return
@@ -341,9 +341,9 @@ class Replica:
 
     def serve(self, asked: str) -> Served:
         """What a call for `asked` is sampled from now."""
-        return self.served if self.adapter else Served(self.served_as(asked))
+        return self.served if self.adapter else Served(self.name_served(asked))
 
-    def served_as(self, asked: str) -> str:
+    def name_served(self, asked: str) -> str:
         """The engine's own name for `asked`: an adapter's is its version's. An unknown name means the first base model. An engine that
         lists no models gets the name as it is and may refuse it."""
         if self.adapter:

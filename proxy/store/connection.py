@@ -178,7 +178,7 @@ class StoreConnection:
         try:
             return await (self._retry(attempt) if patient else attempt())
         finally:
-            TIMELINE.get().waited(STORE, since)
+            TIMELINE.get().end_wait(STORE, since)
 
     async def execute(self, *command: Argument, key: str | None = None, patient: bool = False) -> Any:
         """The command's answer. `key` selects the server of a cluster; None: the first argument, if there is one."""
@@ -189,7 +189,7 @@ class StoreConnection:
         try:
             return (await (self._retry(attempt) if patient else attempt()))[0]
         finally:
-            TIMELINE.get().waited(STORE, since)
+            TIMELINE.get().end_wait(STORE, since)
 
     async def ping(self, *, patient: bool = False) -> None:
         """Returns when a server that holds keys answers."""

@@ -247,9 +247,11 @@ class SessionStore:
 
     async def give_up(self, session_id: str, intent: Intent) -> None:
         """Gives up the call of a process that is dead: it is dangling, and what it reserved is free."""
-        await self._run("disown", _with_intents(session_id), (intent.call_id, pack_versioned(replace(intent, process=""))))
+        await self._run(
+            "abandon_intents", _with_intents(session_id), (intent.call_id, pack_versioned(replace(intent, process="")))
+        )
 
-    async def disown(self, running: Container[str]) -> None:
+    async def abandon_intents(self, running: Container[str]) -> None:
         """Settles the intents of this process whose calls are not `running` any more, for when the store was away as they ended: drops
         those without a call, and gives the others up, so that they are dangling. Writes the outcomes that wait."""
         # Before anything is waited for: a call that begins meanwhile is not among `running`.
@@ -257,7 +259,7 @@ class SessionStore:
             if left.intent is None:
                 await self.drop_intent(left.session_id, call_id)
             else:
-                await self._run("disown", _with_intents(left.session_id), (call_id, pack_versioned(left.intent)))
+                await self._run("abandon_intents", _with_intents(left.session_id), (call_id, pack_versioned(left.intent)))
                 self._unsettled.pop(call_id, None)
         await self._answers.flush()
 

@@ -127,7 +127,7 @@ def log_in(request: Request, token: str) -> str:
     try:
         services.tokens.check(token or None, Role.ADMIN)
     except RequestError as error:
-        services.metrics.refused("control", error.code)
+        services.metrics.count_refusal("control", error.code)
         raise
     return sign_until(hash_key(token), int(time.time()) + LASTS_SECONDS, secrets.token_hex(16))
 

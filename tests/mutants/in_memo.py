@@ -65,7 +65,7 @@ FAULTS = (
     Fault(
         "A request that was refused or not recorded is remembered.",
         "        self._read = divide, split, reading\n",
-        "        self._read = divide, split, reading\n        self.tree.memos.keep(*self._read)\n",
+        "        self._read = divide, split, reading\n        self.session.memos.keep(*self._read)\n",
         _REQUESTS + " -k 'not_recorded'",
     ),
     Fault(

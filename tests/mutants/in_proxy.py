@@ -99,7 +99,7 @@ FAULTS = (
     ),
     Fault(
         "A history whose reasoning was edited goes on in the row of the original.",
-        "        if tree.projection(old.call_id, history[old.message_count], request.schemas) is None:\n            return None\n",
+        "        if session.projection(old.call_id, history[old.message_count], request.schemas) is None:\n            return None\n",
         "",
         "tests/proxy/call/test_session.py",
     ),
@@ -126,9 +126,9 @@ FAULTS = (
     ),
     Fault(
         "The harness hears the end of a reply before its record is stored.",
-        "        return await services.sessions.commit(call.session_id, call.call_id, encoded, size, created_at=created_at)\n",
-        "        asyncio.ensure_future(services.sessions.commit(call.session_id, call.call_id, encoded, size))\n"
-        "        return call.session.known + len(records)\n",
+        "    return await services.sessions.commit(call.session_id, call.call_id, encoded, size, created_at=created_at)\n",
+        "    asyncio.ensure_future(services.sessions.commit(call.session_id, call.call_id, encoded, size))\n"
+        "    return call.session.known + len(records)\n",
         _FLOW + "'ends_only_when'",
     ),
     Fault(
@@ -182,10 +182,10 @@ FAULTS = (
     ),
     Fault(
         "A store that is away while a call is committed is passed over, and the reply goes out unrecorded.",
-        "        return await services.sessions.commit(call.session_id, call.call_id, encoded, size, created_at=created_at)\n",
-        "        with contextlib.suppress(StoreUnavailable):\n"
-        "            return await services.sessions.commit(call.session_id, call.call_id, encoded, size, created_at=created_at)\n"
-        "        return 0\n",
+        "    return await services.sessions.commit(call.session_id, call.call_id, encoded, size, created_at=created_at)\n",
+        "    with contextlib.suppress(StoreUnavailable):\n"
+        "        return await services.sessions.commit(call.session_id, call.call_id, encoded, size, created_at=created_at)\n"
+        "    return 0\n",
         "tests/proxy/store/test_faults.py -k 'never_takes'",
     ),
     Fault(
@@ -361,7 +361,7 @@ FAULTS = (
     ),
     Fault(
         "A result in the prompt names a call by an id that is not there.",
-        "    tail = _after_reply(tree, history, request.history, len(request.history))\n",
+        "    tail = _after_reply(session, history, request.history, len(request.history))\n",
         "    tail = request.messages[found.reply_at + 1 :]\n",
         "tests/proxy/call/test_echo_policies.py -k 'name_the_calls'",
     ),
@@ -398,8 +398,8 @@ FAULTS = (
     ),
     Fault(
         "Texts that are in the store alone are never read again: a response cannot be continued.",
-        "        start = 0 if tree.lacks_texts else tree.known\n",
-        "        start = tree.known\n",
+        "        start = 0 if session.lacks_texts else session.known\n",
+        "        start = session.known\n",
         _EVICTIONS,
     ),
     Fault(

@@ -252,7 +252,7 @@ async def test_what_is_long_is_parsed_beside_the_loop_and_one_body_at_a_time() -
         at_once += 1
         most = max(most, at_once)
         threads.add(threading.current_thread())
-        history = past.see(asked.body, lambda _, __: [ParsedMessage({"role": "user", "content": "q"})])
+        history = past.read_item(asked.body, lambda _, __: [ParsedMessage({"role": "user", "content": "q"})])
         at_once -= 1
         return Request("chat", "m", history)
 

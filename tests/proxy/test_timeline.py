@@ -109,7 +109,7 @@ def test_the_parts_of_a_call_add_up_to_the_whole_of_it() -> None:
     began = time.perf_counter()
     for step in range(len(STEPS)):
         timeline.begin(step)
-        timeline.waited(ENGINE, time.perf_counter())
+        timeline.end_wait(ENGINE, time.perf_counter())
     ended = time.perf_counter()
     timeline.begin(SAMPLE)
     after = time.perf_counter()
@@ -121,10 +121,10 @@ def test_the_parts_of_a_call_add_up_to_the_whole_of_it() -> None:
 def test_waits_that_overlap_count_once_and_so_does_one_that_a_step_begins_in() -> None:
     timeline = Timeline()
     first, second = time.perf_counter(), time.perf_counter()
-    timeline.waited(ENGINE, first)
+    timeline.end_wait(ENGINE, first)
     timeline.begin(SAMPLE)
     before = time.perf_counter()
-    timeline.waited(STORE, second)
+    timeline.end_wait(STORE, second)
     after = time.perf_counter()
     assert before - 1e-9 <= timeline.started_at + sum(timeline.seconds) <= after + 1e-9
     assert min(timeline.seconds) == 0

@@ -16,12 +16,12 @@ from reconstruct.messages import (
     chain,
     digest_message,
     digest_messages,
-    dress,
     hash_bytes,
     minted_call_ids,
     name_calls,
     projection,
     reasoning_of,
+    render_key,
     root_key,
     without_lines,
 )
@@ -171,9 +171,9 @@ def test_a_name_given_to_a_message_is_no_part_of_its_history_but_of_its_dress() 
     plain, named = ({"role": "user", "content": "q", **name} for name in ({}, {"name": "ann"}))
     assert digest_message(plain).digest == digest_message(named).digest
     assert (digest_message(plain).name, digest_message(named).name) == ("", "ann")
-    dressed = [dress(b"root", names) for names in ([], [(0, "ann")], [(1, "ann")], [(0, "bob")], [(0, "ann"), (1, "ann")])]
-    assert dressed[0] == b"root"
-    assert len(set(dressed)) == len(dressed)
+    keys = [render_key(b"root", names) for names in ([], [(0, "ann")], [(1, "ann")], [(0, "bob")], [(0, "ann"), (1, "ann")])]
+    assert keys[0] == b"root"
+    assert len(set(keys)) == len(keys)
     assert digest_message({"role": "assistant", "content": "q", "name": "ann"}).name == ""
 
 

@@ -140,17 +140,17 @@ def test_a_parent_whose_rendering_is_no_longer_known_is_continued_where_its_row_
 
 
 def test_a_parent_of_another_dress_must_have_been_rendered_alike() -> None:
-    """Its prompt began with 1 11 9 under this dress; under another with 5."""
-    prompt, _ = run(HISTORY, parent(redressed=True))
+    """Its prompt began with 1 11 9 under this render key; under another with 5."""
+    prompt, _ = run(HISTORY, parent(other_render_key=True))
     assert prompt.continues and prompt.branch_reason is None
-    prompt, _ = run(HISTORY, parent(redressed=True, asked=pack_ids([5, 1, 11, 9, 2])))
+    prompt, _ = run(HISTORY, parent(other_render_key=True, asked=pack_ids([5, 1, 11, 9, 2])))
     assert not prompt.continues and prompt.branch_reason is None and prompt.ids.tolist() == prompt.rendering.tolist()
 
 
 def test_without_its_rendering_a_parent_of_another_dress_is_judged_by_its_prompt() -> None:
-    prompt, _ = run(HISTORY, parent(redressed=True, asked=None))
+    prompt, _ = run(HISTORY, parent(other_render_key=True, asked=None))
     assert prompt.continues
-    prompt, _ = run(HISTORY, parent([5, 1, 11, 9, 2, 20, 21, 9], redressed=True, asked=None))
+    prompt, _ = run(HISTORY, parent([5, 1, 11, 9, 2, 20, 21, 9], other_render_key=True, asked=None))
     assert not prompt.continues
 
 

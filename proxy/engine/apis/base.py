@@ -170,7 +170,7 @@ class EngineKind(ABC):
         if self._local.is_set:
             return await self._local.spell_groups(groups)
         limit = asyncio.Semaphore(DETOKENIZE_CONCURRENCY)
-        model = {"model": replica.served_as(replica.models[0])} if replica.models else {}
+        model = {"model": replica.name_served(replica.models[0])} if replica.models else {}
 
         async def spell_one(group: tuple[int, ...]) -> str:
             async with limit:

@@ -109,7 +109,7 @@ class OpenAiChat(EngineKind):
         outcome = _outcome(job, choices, reply, reading.broken, version)
         outcome.adjusted = adjusted
         # What was sampled after is needed as well.
-        replica.see_ids(outcome.returns_ids and reply.prompt_ids is not None, streamed=stream)
+        replica.note_ids(outcome.returns_ids and reply.prompt_ids is not None, streamed=stream)
         if job.request.images:
             # Equal ids are equal context only where the same images stand behind them, and the engine does not say where.
             outcome.prompt_ids = None
@@ -160,7 +160,7 @@ class OpenAiChat(EngineKind):
         return await self._abort_request(replica, request_id, again=again)
 
     async def count(self, replica: Replica, request: Request) -> int:
-        body = {**chat_body(request, {}, IdText()), "model": replica.served_as(request.model)}
+        body = {**chat_body(request, {}, IdText()), "model": replica.name_served(request.model)}
         try:
             return (await self._tokenize(replica, body)).count
         except UnknownRoute as error:

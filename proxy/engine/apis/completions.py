@@ -106,7 +106,7 @@ class VllmCompletions(EngineKind):
             self._local, job, choices, proven=proven, cached_tokens=usage.cached_tokens, broken=reading.broken
         )
         outcome.completion_tokens = usage.completion_tokens or 0
-        replica.see_ids(outcome.returns_ids, streamed=stream)
+        replica.note_ids(outcome.returns_ids, streamed=stream)
         return outcome
 
     async def abort(self, replica: Replica, job: SamplingJob, *, again: bool) -> bool:

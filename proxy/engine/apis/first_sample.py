@@ -111,9 +111,9 @@ async def _sample(kind: EngineKind, replica: Replica, request: Request, logprob_
     check_sampled(outcome, logprob_mode)
     if not outcome.returns_ids:
         # Also where there is no id in the list of them: a token was sampled.
-        replica.see_ids(False, streamed=request.stream)
+        replica.note_ids(False, streamed=request.stream)
     elif kind.takes_ids:
-        replica.see_ids(True, streamed=request.stream)
+        replica.note_ids(True, streamed=request.stream)
     return outcome
 
 

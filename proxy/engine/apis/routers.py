@@ -80,7 +80,7 @@ def _describe(evidence: str, names: str) -> str:
 
 async def _list_engines(http: EngineHttp, replica: Replica) -> list[str]:
     """The URLs of the engines that the routers of vLLM and SGLang list, each once."""
-    workers = parse_object(await http.hear(replica, "/workers", _SESSIONS[0]) or b"").get("workers")
+    workers = parse_object(await http.ask_aside(replica, "/workers", _SESSIONS[0]) or b"").get("workers")
     urls = [worker.get("url") for worker in workers if isinstance(worker, dict)] if isinstance(workers, list) else []
     # One engine of several data-parallel ranks may be listed once for each: URL@RANK.
     return list(dict.fromkeys(re.sub(r"@\d+$", "", url) for url in urls if isinstance(url, str)))
@@ -107,7 +107,7 @@ async def _ask(http: EngineHttp, replica: Replica, source: Source, times: int) -
         route += "&session=" if "?" in route else "?session="
 
         async def ask(session: str, path: str = route) -> str:
-            content = await http.hear(replica, path + session, session, source.body)
+            content = await http.ask_aside(replica, path + session, session, source.body)
             return "" if content is None else source.read(content)
 
         first, *others = _RANDOM.sample(_SESSIONS, times)

@@ -169,7 +169,7 @@ def _ancestor(plan: PlanRequest, messages: Sequence[Mapping[str, Any]], names: M
         recorded,
         None if plan.close is None else to_bytes(plan.close),
         None if parent.asked is None else write_after(_NO_IDS if ids is None else ids, parent.asked),
-        parent.redressed,
+        parent.other_render_key,
         plan.retain_thinking,
         list(parent.media),
     )

@@ -97,7 +97,7 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
     if not path.is_dir():
         raise BadCheckpoint(f"{path} does not exist on the engine's machine")
     if (path / INDEX).is_file():
-        return _indexed(path)
+        return _read_index(path)
     files = sorted(file for file in path.glob("*.safetensors") if not file.name.startswith("adapter_"))
     if not files:
         kind = "is a LoRA adapter, push it as kind lora" if (path / "adapter_config.json").is_file() else "has no *.safetensors"
@@ -105,7 +105,7 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
     return dict.fromkeys(files)
 
 
-def _indexed(path: Path) -> dict[Path, list[str] | None]:
+def _read_index(path: Path) -> dict[Path, list[str] | None]:
     try:
         places = json.loads((path / INDEX).read_text())["weight_map"]
         shards: dict[Path, list[str] | None] = {}
@@ -246,7 +246,7 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
             if update_info.transfer is not None:
                 self._receive(update_info.transfer)
             elif update_info.path is not None:
-                self._load(self.checked(update_info.path), update_info.path)
+                self._load(self.check_checkpoint(update_info.path), update_info.path)
             else:
                 raise BadCheckpoint("an update needs a path or a transfer")
             self._received = True
@@ -268,14 +268,14 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
             "error": None,
         }
 
-    def checked(self, path: str) -> Headers:
+    def check_checkpoint(self, path: str) -> Headers:
         """What to load of the checkpoint at `path`. Raises BadCheckpoint if it does not fit; the model is not touched."""
-        headers = self._untied(read_headers(path), path)
+        headers = self._drop_tied(read_headers(path), path)
         self._check_shapes(headers, path)
         self._check_coverage(headers, path)
         return headers
 
-    def checked_transfer(self, transfer: dict[str, Any]) -> None:
+    def check_transfer(self, transfer: dict[str, Any]) -> None:
         """Raises BadCheckpoint unless the engine joined that group and the parameters fill the model."""
         if transfer["group"] != self.state["group"]:
             raise BadCheckpoint("the engine is not in the trainer's NCCL group: the trainer has to connect again")
@@ -299,7 +299,7 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
             self._nccl.shutdown()
             self._nccl = None
 
-    def _untied(self, headers: Headers, path: str) -> Headers:
+    def _drop_tied(self, headers: Headers, path: str) -> Headers:
         """Without the second name of tied weights, which must equal the first."""
         kept = dict(headers)
         for second, first in self._tied.items():
@@ -352,7 +352,7 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
         """Raises BadCheckpoint before anything is received, TornWeights after. Waits for the trainer for as long as NCCL does."""
         from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
 
-        self.checked_transfer(transfer)
+        self.check_transfer(transfer)
         info = NCCLWeightTransferUpdateInfo(transfer["names"], transfer["dtype_names"], transfer["shapes"])
         self.state = {**self.state, "whole": False}
         try:

@@ -403,7 +403,7 @@ class Placement:
         left = any(each.healthy for each in self._pool.of(policy) if each not in self._tried)
         if not left or len(self._tried) >= REPLICAS_TRIED:
             return False
-        self._pool.metrics.tried_again(policy)
+        self._pool.metrics.count_retry(policy)
         return True
 
     async def _wait_out(self, error: EngineUnavailable) -> bool:
@@ -499,7 +499,7 @@ def _find_smallest(replicas: Iterable[Replica]) -> int | None:
 def is_frozen(replica: Replica, model: str, frozen: Collection[str]) -> bool:
     """Whether what the replica samples for `model` is never trained: a frozen model, by the requested name, the policy's or the
     engine's own."""
-    return not {model, replica.policy, replica.adapter or replica.served_as(model)}.isdisjoint(frozen)
+    return not {model, replica.policy, replica.adapter or replica.name_served(model)}.isdisjoint(frozen)
 
 
 # The connections to engines.

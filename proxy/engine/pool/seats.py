@@ -75,13 +75,13 @@ class Seats:
         replica = None if queue else _choose(self._serving(policy), caller.session_id, tried)
         if replica is not None:
             replica.in_flight += 1
-            self._metrics.waited(policy, 0.0)
+            self._metrics.observe_wait(policy, 0.0)
             return replica
         started = time.monotonic()
         try:
             return await self._wait_in_queue(queue, policy, caller, tried)
         finally:
-            self._metrics.waited(policy, time.monotonic() - started)
+            self._metrics.observe_wait(policy, time.monotonic() - started)
 
     def release(self, replica: Replica) -> None:
         replica.in_flight -= 1

@@ -100,7 +100,7 @@ class Standing:
         replica = replica.host
         if replica.healthy:
             replica.health.eject()
-            self._metrics.ejected(replica.policy)
+            self._metrics.count_ejection(replica.policy)
         self.set_down(replica, reason)
 
     def _set_up(self, replica: Replica) -> None:

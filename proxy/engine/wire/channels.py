@@ -263,7 +263,7 @@ class EngineResponse:
         self._whole = False
         self._error: Exception | None = None
         self._waiting: asyncio.Future[bool] | None = None
-        self._hear: Callable[[bytes], bool] | None = None
+        self._on_piece: Callable[[bytes], bool] | None = None
 
     async def __aenter__(self) -> EngineResponse:
         return self
@@ -313,22 +313,22 @@ class EngineResponse:
         self._resume()
         return piece
 
-    async def follow(self, hear: Callable[[bytes], bool], seconds: float | None = None) -> bool | None:
-        """Call `hear` with each piece of the body as it arrives, at once with all that did already; no task wakes for a piece. True once it
-        returns False, False at the end of the body, None after `seconds`. Raises as `read_piece`, and what `hear` raises."""
-        self._hear = hear
+    async def follow(self, on_piece: Callable[[bytes], bool], seconds: float | None = None) -> bool | None:
+        """Call `on_piece` with each piece of the body as it arrives, at once with all that did already; no task wakes for a piece. True
+        once it returns False, False at the end of the body, None after `seconds`. Raises as `read_piece`, and what `on_piece` raises."""
+        self._on_piece = on_piece
         if self._pieces:
             waiting = b"".join(self._pieces)
             self._pieces.clear()
             self.add_body(waiting)
         self._unread = 0
         self._resume()
-        while self._hear is not None and not self._whole:
+        while self._on_piece is not None and not self._whole:
             if not await self._wait(seconds):
-                self._hear = None
+                self._on_piece = None
                 return None
-        if self._hear is not None:
-            self._hear = None
+        if self._on_piece is not None:
+            self._on_piece = None
             return False
         if self._error is not None:
             raise self._error
@@ -370,13 +370,13 @@ class EngineResponse:
         self._wake()
 
     def add_body(self, body: bytes) -> None:
-        if self._hear is not None:
+        if self._on_piece is not None:
             try:
-                if self._hear(body):
+                if self._on_piece(body):
                     return
             except Exception as error:
                 self.fail(error)
-            self._hear = None
+            self._on_piece = None
             self._wake()
             return
         self._pieces.append(body)

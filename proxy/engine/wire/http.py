@@ -183,7 +183,7 @@ class EngineHttp:
         except (ChannelError, TimeoutError) as error:
             raise self.translate(replica, error) from error
 
-    async def hear(self, replica: Replica, path: str, session: str, body: Any = None) -> bytes | None:
+    async def ask_aside(self, replica: Replica, path: str, session: str, body: Any = None) -> bytes | None:
         """What is answered over a connection of its own with HTTP 200, to a request of that session for a router; None for any other
         answer. Nothing is thought of the replica for it."""
         headers = {"Connection": "close", "X-Session-ID": session, self._channels.session_header or "X-Session-ID": session}
@@ -274,7 +274,7 @@ class EngineHttp:
         try:
             answer = await self._channels.ask(replica.url + path, data, headers, seconds)
         finally:
-            TIMELINE.get().waited(ENGINE, since)
+            TIMELINE.get().end_wait(ENGINE, since)
         if answer.status != 200:
             raise refusal(replica, path, answer.status, answer.body, read_retry_after(answer.retry_after))
         replica.health.pass_call()
@@ -364,7 +364,7 @@ class ReplyStream(Generic[A]):
             raise self._error
         timeline, since, worked = TIMELINE.get(), time.perf_counter(), 0.0
 
-        def hear(piece: bytes) -> bool:
+        def on_piece(piece: bytes) -> bool:
             nonlocal worked
             began = time.perf_counter()
             taken: list[A] = []
@@ -383,12 +383,12 @@ class ReplyStream(Generic[A]):
             return not (done or enough)
 
         try:
-            stopped = await self._answer.follow(hear, seconds)
+            stopped = await self._answer.follow(on_piece, seconds)
         except (TimeoutError, ChannelError) as error:
             raise self._http.translate(self._replica, error, self._scope) from error
         finally:
             # All at once: as if the work between the reads had come before the wait.
-            timeline.waited(ENGINE, since + worked)
+            timeline.end_wait(ENGINE, since + worked)
         if stopped is False:
             raise self._break_off()
 
@@ -488,9 +488,9 @@ def _encode_body(replica: Replica, body: Any) -> bytes:
 
 
 def _address(replica: Replica, body: Any) -> Any:
-    if not isinstance(body, dict) or replica.served_as(body.get("model", "")) == body.get("model", ""):
+    if not isinstance(body, dict) or replica.name_served(body.get("model", "")) == body.get("model", ""):
         return body
     named = {key: _address(replica, value) for key, value in body.items() if isinstance(value, dict) and "model" in value}
     if isinstance(body.get("model"), str):
-        named["model"] = replica.served_as(body["model"])
+        named["model"] = replica.name_served(body["model"])
     return {**body, **named}

@@ -415,7 +415,7 @@ async def test_what_the_store_could_not_be_told_is_settled_later(own: Services, 
     async with process(redis_kind.url) as other:
         await until_it_beats(other, own.peers.process)
         assert await other.peers.in_flight(await other.sessions.load_intents("s")) == {"lost"}
-        await own.sessions.disown(own.inflight.list_running())
+        await own.sessions.abandon_intents(own.inflight.list_running())
         assert await other.peers.in_flight(await other.sessions.load_intents("s")) == set()
         assert [left.call_id for left in await other.sessions.load_intents("s")] == ["lost"]
 
@@ -430,7 +430,7 @@ async def test_a_call_that_begins_while_others_are_settled_keeps_its_intent(own:
         own.inflight.enter(CancelScope("s", "c2"))
         await own.sessions.begin("s", 1, intent("c2"))
 
-    await asyncio.gather(own.sessions.disown(own.inflight.list_running()), begin())
+    await asyncio.gather(own.sessions.abandon_intents(own.inflight.list_running()), begin())
     assert [(left.call_id, left.process) for left in await own.sessions.load_intents("s")] == [("c2", own.peers.process)]
     assert await own.sessions.load_delivered("s") == {"c1"}
 
@@ -586,7 +586,7 @@ async def test_a_delete_removes_every_key_of_a_session(own: Services, redis_kind
         await own.sessions.commit("s", "c0", {"c0": record("c0", "s", prompt=[1], sampled=[2])})
         await own.sessions.begin("s", 1, intent("dangling"))
         own.sessions.note_answered("s", ["c0"], delivered=True)
-        await own.sessions.disown(["dangling"])
+        await own.sessions.abandon_intents(["dangling"])
         await own.sessions.set_reward("s", 1.0, {"c0": 1.0}, {}, {"a": 1})
         if ended:
             await close_session(own, "s", "completed", 1.0, None)

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from proxy.call.new_session import Draft, Session
 
-from proxy.call.session import Draft, Session
 from proxy.dialects.base import Incoming, Request, one_by_one, seal
 from proxy.dialects.catalogue import dialects
 from proxy.dialects.chat import _read_message as READ
@@ -28,7 +28,7 @@ RECORDED = Path(__file__).parents[2] / "harnesses" / "recorded"
 ROUNDS = 150
 
 
-def session(*, memo: bool) -> Session:
+def new_session(*, memo: bool) -> Session:
     return Session(SessionInfo("s", b"", 1.0), memo=memo)
 
 
@@ -192,9 +192,9 @@ def is_valid(item: Mapping[str, Any]) -> bool:
     return item.get("role") not in (5, "nobody", "robot") and item.get("type") != "nothing"
 
 
-def read(tree: Session, name: str, body: bytes) -> tuple[Draft, Request | None, Any]:
+def read(session: Session, name: str, body: bytes) -> tuple[Draft, Request | None, Any]:
     """The draft, the request, and all that matters of it or of the refusal."""
-    draft = Draft(tree)
+    draft = Draft(session)
     incoming = Incoming(body, {"model": "policy", "method": "generateContent"} if name == "gemini" else {})
     try:
         try:
@@ -206,21 +206,21 @@ def read(tree: Session, name: str, body: bytes) -> tuple[Draft, Request | None, 
         return draft, None, (type(error), error.message, error.param)
     shown = {each.name: getattr(request, each.name) for each in dataclasses.fields(request) if each.compare and each.init}
     shown["history"] = [(seen.message, seen.digests, seen.minted, seen.images) for seen in request.history]
-    roots = tree.roots("", request.tools, request.template_kwargs)
-    chained = tree.chained(roots[1], request.history)
-    tree.remember(chained)
+    roots = session.roots("", request.tools, request.template_kwargs)
+    chained = session.extend_chain(roots[1], request.history)
+    session.remember(chained)
     return draft, request, (shown, roots, chained.fingerprints, chained.names)
 
 
 @pytest.mark.parametrize("name", ["chat", "messages", "responses", "gemini"])
 def test_requests_read_with_a_memo_are_those_read_without(name: str) -> None:
     items = Items(1)
-    tree, agents, short = session(memo=True), [Agent(name, items), Agent(name, items)], 0
+    session, agents, short = new_session(memo=True), [Agent(name, items), Agent(name, items)], 0
     for _ in range(ROUNDS):
         agent = items.random.choice(agents)
         body = agent.next()
-        draft, request, got = read(tree, name, body)
-        _, _, wanted = read(session(memo=False), name, body)
+        draft, request, got = read(session, name, body)
+        _, _, wanted = read(new_session(memo=False), name, body)
         assert got == wanted, body
         short += draft.way in ("fast", "medium")
         chance = items.random.random()
@@ -230,7 +230,7 @@ def test_requests_read_with_a_memo_are_those_read_without(name: str) -> None:
             draft.keep()
         elif chance < 0.85:
             # Evicted, or another process answers.
-            tree = session(memo=True)
+            session = new_session(memo=True)
         if len(agent.history) > 30:
             agent.history = []
     assert short > ROUNDS // 3
@@ -238,14 +238,14 @@ def test_requests_read_with_a_memo_are_those_read_without(name: str) -> None:
 
 @pytest.mark.parametrize("path", sorted(RECORDED.glob("*.json")), ids=lambda path: path.stem)
 def test_the_turns_of_recorded_agents_are_read_as_without_a_memo(path: Path) -> None:
-    recorded, tree = json.loads(path.read_text()), session(memo=True)
+    recorded, session = json.loads(path.read_text()), new_session(memo=True)
     messages: list[Any] = []
     ways = Counter[str]()
     for turn in recorded["turns"]:
         messages = [*messages[: turn["kept"]], *turn["messages"]]
         body = json.dumps({**recorded["body"], "messages": messages}).encode()
-        draft, _, got = read(tree, "chat", body)
-        assert got == read(session(memo=False), "chat", body)[2]
+        draft, _, got = read(session, "chat", body)
+        assert got == read(new_session(memo=False), "chat", body)[2]
         ways[draft.way] += 1
         draft.keep()
     assert ways["full"] == 1
@@ -257,65 +257,65 @@ def chat(*contents: str, **fields: Any) -> bytes:
 
 
 def test_what_was_not_recorded_is_not_remembered() -> None:
-    tree = session(memo=True)
-    read(tree, "chat", chat("a"))
-    assert read(tree, "chat", chat("a", "b"))[0].way == "full"
+    session = new_session(memo=True)
+    read(session, "chat", chat("a"))
+    assert read(session, "chat", chat("a", "b"))[0].way == "full"
 
 
 def test_what_one_dialect_makes_of_the_same_bytes_is_nothing_to_another() -> None:
-    tree, body = session(memo=True), chat("a", "b")
+    session, body = new_session(memo=True), chat("a", "b")
     for name in ("messages", "chat", "messages"):
-        draft, _, got = read(tree, name, body)
+        draft, _, got = read(session, name, body)
         draft.keep()
-        assert got == read(session(memo=False), name, body)[2]
-    incoming, draft = Incoming(body, later_system_role="system"), Draft(tree)
+        assert got == read(new_session(memo=False), name, body)[2]
+    incoming, draft = Incoming(body, later_system_role="system"), Draft(session)
     dialects()["messages"].parse(incoming, draft)
     assert draft.way == "full"
 
 
 def test_agents_that_alternate_are_remembered_each() -> None:
-    tree = session(memo=True)
+    session = new_session(memo=True)
     ways = []
     for turn in range(1, 4):
         for agent in ("a", "b", "c"):
-            draft = read(tree, "chat", chat(*[agent] * turn))[0]
+            draft = read(session, "chat", chat(*[agent] * turn))[0]
             ways.append(draft.way)
             draft.keep()
     assert ways == ["full"] * 3 + ["fast"] * 6
 
 
 def test_what_is_remembered_is_weighed_and_bounded() -> None:
-    tree = session(memo=True)
+    session = new_session(memo=True)
     sizes = []
     for number in range(8):
-        draft = read(tree, "chat", chat(str(number), "x" * 4_000_000))[0]
+        draft = read(session, "chat", chat(str(number), "x" * 4_000_000))[0]
         draft.keep()
-        sizes.append(tree.memos.size_bytes)
-    assert 0 < sizes[0] < sizes[2] and max(sizes) < 2**24 + 10_000 and tree.memory_bytes > sizes[-1]
+        sizes.append(session.memos.size_bytes)
+    assert 0 < sizes[0] < sizes[2] and max(sizes) < 2**24 + 10_000 and session.memory_bytes > sizes[-1]
 
 
 def test_nothing_that_is_shared_with_later_requests_is_changed_by_reading_them() -> None:
-    tree, tools = session(memo=True), [TOOLS["chat"]]
-    first = read(tree, "chat", chat("a", tools=tools, tool_choice="auto"))
+    session, tools = new_session(memo=True), [TOOLS["chat"]]
+    first = read(session, "chat", chat("a", tools=tools, tool_choice="auto"))
     first[0].keep()
-    fields = deepcopy(tree.memos.find(one_by_one(READ))[0].raw.fields)
+    fields = deepcopy(session.memos.find(one_by_one(READ))[0].raw.fields)
     assert fields["tools"] == tools
     for turn in range(2, 5):
-        draft, request, _ = read(tree, "chat", chat(*["a"] * turn, tools=tools, tool_choice="auto"))
+        draft, request, _ = read(session, "chat", chat(*["a"] * turn, tools=tools, tool_choice="auto"))
         assert request is not None and request.tools is first[1].tools  # type: ignore[union-attr]
         draft.keep()
-    assert tree.memos.find(one_by_one(READ))[0].raw.fields == fields
+    assert session.memos.find(one_by_one(READ))[0].raw.fields == fields
 
 
 @pytest.mark.parametrize("name", ["chat", "messages", "responses", "gemini"])
 def test_tools_that_come_with_every_request_are_converted_once(name: str) -> None:
-    tree, items = session(memo=True), Agent(name, Items(2))
+    session, items = new_session(memo=True), Agent(name, Items(2))
     offered = []
     for turn in range(3):
         items.history = [*items.history, {"role": "user", LISTS_OF_PARTS.get(name, "content"): items.plain()}]
         body = {**(SYSTEM[name](f"other {turn}")), "tools": [TOOLS[name]], "model": "policy"}
         text = json.dumps({**body, dialects()[name].history_field: items.history}).encode()
-        draft, request, _ = read(tree, name, text)
+        draft, request, _ = read(session, name, text)
         assert request is not None
         offered.append(request.tools)
         draft.keep()

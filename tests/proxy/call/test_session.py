@@ -1,4 +1,4 @@
-"""What a session's tree remembers of its histories changes how fast a call is planned, never what is found."""
+"""What a session remembers of its histories changes how fast a call is planned, never what is found."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def requests(draw: st.DrawFn) -> list[tuple[bytes, list[dict[str, Any]]]]:
     return [(draw(st.sampled_from(ROOTS)), history) for history in made]
 
 
-def tree() -> Session:
+def new_session() -> Session:
     return Session(SessionInfo("s", b"", 0.0))
 
 
@@ -66,10 +66,10 @@ def read(raw: bytes, _: Past) -> list[ParsedMessage]:
     return [ParsedMessage(msgspec.json.decode(raw))]
 
 
-def seen_by(tree: Session, messages: list[dict[str, Any]]) -> list[HistoryMessage]:
+def seen_by(session: Session, messages: list[dict[str, Any]]) -> list[HistoryMessage]:
     """What a call brings that is recorded."""
-    draft = Draft(tree)
-    history = [draft.see(msgspec.json.encode(message), read)[0] for message in messages]
+    draft = Draft(session)
+    history = [draft.read_item(msgspec.json.encode(message), read)[0] for message in messages]
     draft.keep()
     return history
 
@@ -78,10 +78,10 @@ def seen_by(tree: Session, messages: list[dict[str, Any]]) -> list[HistoryMessag
 def test_fingerprints_are_those_of_the_whole_history_whatever_came_before(
     made: list[tuple[bytes, list[dict[str, Any]]]],
 ) -> None:
-    session = tree()
+    session = new_session()
     for root, messages in made:
         history = seen_by(session, messages)
-        chained = session.chained(root, history)
+        chained = session.extend_chain(root, history)
         assert chained.fingerprints == chain(root, digest_messages(messages))
         session.remember(chained)
 
@@ -94,19 +94,21 @@ def test_a_chain_goes_on_from_any_beginning(first: list[dict[str, Any]], rest: l
 
 
 def test_a_message_is_decoded_once_per_session_and_dialect() -> None:
-    session, raw = tree(), b'{"role": "user", "content": "q"}'
+    session, raw = new_session(), b'{"role": "user", "content": "q"}'
 
     def other_dialect(raw: bytes, _: Past) -> list[ParsedMessage]:
         return [ParsedMessage({"role": "user", "content": "something else"})]
 
     one, again = seen_by(session, [MESSAGES[0]]), seen_by(session, [MESSAGES[0]])
     assert one[0] is again[0]
-    assert [seen.message for seen in Draft(session).see(raw, read)] == [{"role": "user", "content": "q"}]
-    assert [seen.message for seen in Draft(session).see(raw, other_dialect)] == [{"role": "user", "content": "something else"}]
+    assert [seen.message for seen in Draft(session).read_item(raw, read)] == [{"role": "user", "content": "q"}]
+    assert [seen.message for seen in Draft(session).read_item(raw, other_dialect)] == [
+        {"role": "user", "content": "something else"}
+    ]
 
 
 def test_reasoning_that_came_sealed_counts_as_what_it_takes_in_memory() -> None:
-    session, thought = tree(), "wait, no, " * 10_000
+    session, thought = new_session(), "wait, no, " * 10_000
 
     def read_sealed(raw: bytes, past: Past) -> list[ParsedMessage]:
         opened = past.seals.open(raw.decode())
@@ -114,14 +116,14 @@ def test_reasoning_that_came_sealed_counts_as_what_it_takes_in_memory() -> None:
         return [ParsedMessage({"role": "assistant", "content": "", "reasoning_content": opened[1]})]
 
     draft, raw = Draft(session), seal("0123456789abcdef01234567", thought).encode()
-    assert draft.see(raw, read_sealed)[0].message["reasoning_content"] == thought
+    assert draft.read_item(raw, read_sealed)[0].message["reasoning_content"] == thought
     draft.keep()
     assert session.memory_bytes > len(thought) > 10 * len(raw)
 
 
 def test_how_a_message_replays_a_reply_is_not_believed_of_another_message_that_takes_its_place_in_memory() -> None:
     """CPython gives a freed object's address, and so its id(), to the next of its size."""
-    session = tree()
+    session = new_session()
     session.learn([encode(call("c1", fields={"reply": b'{"role":"assistant","content":"said"}'}))], 0)
     for said in ("said", "something else", "something else") * 50:
         message = {"role": "assistant", "content": said}
@@ -137,15 +139,15 @@ def test_a_history_that_names_a_call_of_another_process_is_hashed_again_once_tha
         "tool_calls": [{"id": tool_call_id(NAMED, 0), "function": {"name": "f"}}],
     }
     history = seen_by(session, [MESSAGES[0], named])
-    before = session.chained(ROOTS[0], history)
+    before = session.extend_chain(ROOTS[0], history)
     session.remember(before)
     reply = b'{"role":"assistant","content":"said"}'
     recorded = call(NAMED, fields={"reply": reply, "fingerprint": before.fingerprints[1]})
     session.learn([encode(recorded)], 0)
     fresh = Session(SessionInfo("s", b"", 0.0, echo_policy="minted"))
     fresh.learn([encode(recorded)], 0)
-    after = session.chained(ROOTS[0], history).fingerprints
-    assert after == fresh.chained(ROOTS[0], history).fingerprints != before.fingerprints
+    after = session.extend_chain(ROOTS[0], history).fingerprints
+    assert after == fresh.extend_chain(ROOTS[0], history).fingerprints != before.fingerprints
 
 
 def test_the_root_of_a_call_is_that_of_its_own_tools_whatever_was_offered_before() -> None:
@@ -165,7 +167,7 @@ def test_of_two_calls_that_said_the_same_the_one_goes_on_whose_id_the_reply_carr
         function = {"name": "f", "arguments": "{}"}
         return {"role": "assistant", "tool_calls": [{"id": f"call_{call_id}_0", "type": "function", "function": function}]}
 
-    known, asked = tree(), {"role": "user", "content": "q"}
+    known, asked = new_session(), {"role": "user", "content": "q"}
     root = known.roots("", (), {})[1]
     _, fingerprint, reply_fingerprint = chain(root, digest_messages([asked, reply("of any")]))
     for call_id in ("a" * 24, "b" * 24):
@@ -182,7 +184,7 @@ def test_of_twins_that_said_the_same_words_every_process_goes_on_from_the_same_o
     """Each process knows the calls that it recorded itself before those of others. The old bug: two of them went on from different
     twins, and a session had other rows than in one process."""
     said = {"role": "assistant", "content": "yes"}
-    known, asked = tree(), {"role": "user", "content": "q"}
+    known, asked = new_session(), {"role": "user", "content": "q"}
     root = known.roots("", (), {})[1]
     _, fingerprint, reply_fingerprint = chain(root, digest_messages([asked, said]))
     texts = {"messages": msgspec.json.encode([asked]), "reply": msgspec.json.encode(said)}
@@ -202,7 +204,7 @@ def test_a_fresh_rendering_that_begins_with_all_of_its_parents_ids_extends_it_an
     prompt: list[int], reason: str | None
 ) -> None:
     """c1 was asked 1 and said 2; what follows was rendered afresh, since nothing proved beforehand that it goes on from 1 2."""
-    known = tree()
+    known = new_session()
     known.forest.add(call("c1", delta=[1], said=[2]))
     found = Continuation(b"root", [b"start", b"asked again"], known.call("c1"), reply_at=0)
     where = locate(known, found, pack_ids(prompt), "history_rewritten")

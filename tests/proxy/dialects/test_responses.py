@@ -69,13 +69,13 @@ class Remembered:
 
     def read(self, split: SplitBody, divide: Divide) -> tuple[list[HistoryMessage], list[bytes]]:
         units = list(divide(split.items()))
-        messages = [seen for unit in units if unit.read is not None for seen in self.see(unit.raw, unit.read)]
+        messages = [seen for unit in units if unit.read is not None for seen in self.read_item(unit.raw, unit.read)]
         return messages, [unit.raw for unit in units if unit.read is None]
 
     def convert(self, given: Any, convert: Callable[[Any], Any]) -> Any:
         return convert(given)
 
-    def see(self, raw: bytes, read: ItemReader) -> list[HistoryMessage]:
+    def read_item(self, raw: bytes, read: ItemReader) -> list[HistoryMessage]:
         return [self._seen(heard) for heard in read(raw, self)]
 
     def _seen(self, heard: ParsedMessage) -> HistoryMessage:

@@ -59,7 +59,7 @@ async def test_a_process_holds_a_session_until_it_has_told_what_became_of_its_re
     own.note_answered("s", ["c0", "c0-1"], delivered=True)
     own.note_answered("s", ["c1"], delivered=False)
     assert await other.find_holders("s") == {"own"}
-    await own.disown(())
+    await own.abandon_intents(())
     assert await other.find_holders("s") == set()
     assert await other.load_delivered("s") == {"c0", "c0-1"}
 
@@ -118,7 +118,7 @@ async def test_what_the_store_could_not_be_told_waits_on() -> None:
             await own.begin("s", 1, intent("c1"))
         client.config_set("maxmemory", 0)
         assert client.smembers(keys.delivered("s")) == set()
-        await own.disown(())
+        await own.abandon_intents(())
         assert client.smembers(keys.delivered("s")) == {b"c0"}
         await connection.close()
 
@@ -127,7 +127,7 @@ async def test_nothing_of_a_reply_that_comes_after_the_close_counts(own: Session
     await call(own, 0, "c0")
     await other.close("s", "completed", 1.0, None, 2.0)
     own.note_answered("s", ["c0"], delivered=True)
-    await own.disown(())
+    await own.abandon_intents(())
     assert await other.load_delivered("s") == set()
     assert await own.load_delivered("s") == set()
 
@@ -141,7 +141,7 @@ async def test_a_reply_on_its_way_counts_as_not_delivered_once_its_session_is_se
     await own.settle_answers("s")
     assert await other.find_holders("s") == set()
     own.note_answered("s", ["c1"], delivered=True)
-    await own.disown(())
+    await own.abandon_intents(())
     assert await other.load_delivered("s") == {"c0"}
 
 
@@ -151,7 +151,7 @@ async def test_an_outcome_says_nothing_of_a_later_session_of_the_same_id(
     await call(own, 0, "c0")
     own.note_answered("s", ["c0"], delivered=True)
     await other.delete("s")
-    await own.disown(())
+    await own.abandon_intents(())
     assert keys.delivered("s").encode() not in redis_kind.all_keys()
     await other.create(SessionInfo("s", b"hash", 2.0))
     assert await own.load_delivered("s") == set()

@@ -136,12 +136,12 @@ async def test_a_commit_to_a_deleted_session_is_a_conflict_and_leaves_no_key(sto
     await store.sessions.begin("s1", 0, intent())
     await store.sessions.commit("s1", "c0", {"c0": b"zero"})
     store.sessions.note_answered("s1", ["c0"], delivered=True)
-    await store.sessions.disown(())
+    await store.sessions.abandon_intents(())
     assert await store.sessions.delete("s1")
     with pytest.raises(Conflict, match="deleted"):
         await store.sessions.commit("s1", "c1", {"c1": b"one"})
     store.sessions.note_answered("s1", ["c1"], delivered=True)
-    await store.sessions.disown(())
+    await store.sessions.abandon_intents(())
     assert redis_kind.all_keys() == set()
 
 

@@ -170,7 +170,7 @@ def test_the_engine_is_asked_by_a_name_of_its_own(policy: str, models: tuple[str
 def test_an_adapter_is_asked_for_by_the_version_that_serves(asked: str) -> None:
     _, tuned = with_adapters(serving("", "base"), "tuned")
     assert tuned.serve(asked) == Served("tuned@v5.1.00000000", True, 5)
-    assert tuned.served_as(asked) == "tuned@v5.1.00000000"
+    assert tuned.name_served(asked) == "tuned@v5.1.00000000"
 
 
 def test_each_adapter_is_a_policy_and_so_is_the_base_model() -> None:
