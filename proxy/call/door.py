@@ -17,11 +17,12 @@ from urllib.parse import parse_qsl
 
 from proxy.auth import check_local, check_once, credential, key_opens, named_session, session_of_key
 from proxy.call.batch import ArrayMember, PromptArray
+from proxy.call.draft import Draft
 from proxy.call.http import JSON, BodySeat, Client, Receive, Route, Routes, Scope, Send, headers_of, read_body, refuse_encoding
 from proxy.call.observe import Observer
 from proxy.call.phases import Admitted
 from proxy.call.run import admit, count_tokens, run_call
-from proxy.call.session import Draft, ParseLane, Session
+from proxy.call.session import ParseLane, Session
 from proxy.call.window import TOKEN_BYTES, check_length
 from proxy.call.writer import FailureNotes, HarnessRequest, ReplyWriter
 from proxy.dialects.base import (

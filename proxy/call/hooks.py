@@ -14,8 +14,8 @@ from typing import ClassVar
 
 import msgspec
 
+from proxy.call.draft import Draft
 from proxy.call.phases import NO_HOOKS, Arrival, Hooks, Sampled
-from proxy.call.session import Draft
 from proxy.dialects.base import Request
 from proxy.engine.apis.reply import EngineChoice
 from proxy.engine.replica import Replica

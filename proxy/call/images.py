@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from proxy.call.draft import Draft
 from proxy.call.hooks import CallHook
 from proxy.call.phases import Admitted, Sampled
 from proxy.call.plan import refuse_images
-from proxy.call.session import Draft, Session
+from proxy.call.session import Session
 from proxy.dialects.base import Request
 from proxy.engine.apis.contact import EngineKinds
 from proxy.engine.replica import Replica

@@ -26,6 +26,7 @@ from proxy.dialects.base import HistoryMessage, Request, new_call_id
 from proxy.engine.apis import reply as engine
 from proxy.engine.apis.base import PlansNoMore
 from proxy.engine.apis.first_sample import discard, prepare_job
+from proxy.engine.pool.placement import Placement
 from proxy.engine.pool.pool import EnginePool
 from proxy.engine.pool.seats import Caller
 from proxy.engine.replica import EngineCall, Replica
@@ -163,7 +164,7 @@ async def _complete(pool: EnginePool, session_id: str, model: str, question: str
     history = [HistoryMessage(message, digest_message(message))]
     request = Request("chat", model, history, sampling=sampling, forward=forward, stream=True)
     scope = CancelScope(session_id, new_call_id())
-    placement = pool.place(model, Caller(session_id, _stay), scope, Timeline())
+    placement = Placement(pool, model, Caller(session_id, _stay), scope, Timeline())
     return await placement.run(partial(_ask_judge, pool, request, scope))
 
 

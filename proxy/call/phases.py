@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from proxy.call.session import Chained, Draft, ReplayedHistory, Session
+from proxy.call.draft import Draft
+from proxy.call.session import Chained, ReplayedHistory, Session
 from proxy.dialects.base import Delta, FirstToken, PromptReady, Reply, Request
 from proxy.engine.apis.base import EngineKind
 from proxy.engine.apis.contact import EngineKinds

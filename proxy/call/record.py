@@ -3,21 +3,18 @@ the API later shows of it."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
 import time
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgpack
 import msgspec
 
+from proxy.call.distribution import describe_sampling, find_mode
+from proxy.call.labels import find_control_tokens, has_invalid_call
 from proxy.call.phases import Continuation, Placed, Sampled
 from proxy.call.session import Session
 from proxy.dialects.base import Choice, Delta, Reply, Request, tool_call_id
-from proxy.dialects.fields import UNPARSED, accepts, arguments_object
 from proxy.engine.apis import reply as engine
 from proxy.engine.apis.first_sample import TURN_END, TURN_END_UNKNOWN
 from proxy.engine.replica import Replica
@@ -30,13 +27,8 @@ from reconstruct.records import (
     BASE_VERSIONS,
     CONTROL_TOKENS,
     INVALID_TOOL_CALL,
-    LOGITS,
-    MASKED,
     MODEL,
     NO_TOKEN_IDS,
-    PROCESSED,
-    RAW,
-    UNKNOWN_MODE,
     Call,
     Ids,
     ModeSpan,
@@ -236,7 +228,7 @@ def _find_marks(placed: Placed, messages_from: int) -> Mapping[str, str]:
         marks = {**marks, "policy": placed.replica.policy}
     if not call.planner.forges_tokens or (placed.plan is not None and placed.plan.keeps_text_apart):
         return marks
-    controls = control_tokens(request.messages[messages_from:], () if messages_from else request.tools)
+    controls = find_control_tokens(request.messages[messages_from:], () if messages_from else request.tools)
     return {**marks, CONTROL_TOKENS: _encode(controls).decode()} if controls else marks
 
 
@@ -336,259 +328,3 @@ def build_reply(sampled: Sampled, choices: list[Choice]) -> Reply:
         # Of candidates that are not shown the engine counts the tokens too.
         reply.counted_tokens = sampled.completion_tokens
     return reply
-
-
-# Tool calls of a reply, judged against the tools that were offered, and by what the model sampled.
-#
-# An engine's parser delivers a call that the model never finished as a whole one without arguments, or drops the markup that shows it. So a
-# call must be what it claims to be, a call of an offered tool with arguments that its schema accepts, and what the model opened it must
-# have closed. The verdict is a label for trainers; it does not change what is trained.
-
-
-_MARKUP = (
-    *(("<tool_call>", "</tool_call>"), ("<tool_calls>", "</tool_calls>"), ("<function=", "</function>")),
-    *(
-        ("<function_calls>", "</function_calls>"),
-        ("<minimax:tool_call>", "</minimax:tool_call>"),
-        ("<seed:tool_call>", "</seed:tool_call>"),
-    ),
-    *(
-        ("<|tool_call|>", ""),
-        ("<|tool_call>", "<tool_call|>"),
-        ("[TOOL_CALLS]", ""),
-        ("<|python_tag|>", ""),
-        ("functools[", "]"),
-        ("<|tools_prefix|>", "<|tools_suffix|>"),
-        ("<longcat_tool_call>", "</longcat_tool_call>"),
-    ),
-    *(("<|action_start|>", "<|action_end|>"), ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")),
-    *(("<|tool_call_begin|>", "<|tool_call_end|>"), ("<|tool_call_start|>", "<|tool_call_end|>")),
-    *(("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"), ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")),  # noqa: RUF001
-    *(("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"), ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")),  # noqa: RUF001
-)
-"""How a tool call begins and ends in the formats that vLLM 0.32 and SGLang parse (vllm/tool_parsers); "" where whole JSON ends it."""
-_ARGUMENTS = re.compile(r"\{|\[\s*[\{\]]")
-
-
-def has_invalid_call(request: Request, message: Mapping[str, Any], finish_reason: str, sampled: str | None = None) -> bool:
-    """Whether the model meant to call a tool and its call is not one, or not whole: the engine's parser left it in the text; its tool was
-    not offered; its arguments are no JSON object, or lack a required property, or have one of another type than their schema's; or
-    the `sampled` text (None: not known) opens a call that it does not close. A truncated reply has none."""
-    if not request.offers_calls or finish_reason not in ("stop", "tool_calls"):
-        return False
-    calls = message.get("tool_calls") or ()
-    if not all(_is_accepted(request.schemas, call["function"]) for call in calls):
-        return True
-    content = message.get("content")
-    if isinstance(content, str) and any(opener in content for opener, _ in _MARKUP):
-        return True
-    return sampled is not None and _is_unfinished(sampled, len(calls))
-
-
-def _is_accepted(schemas: Mapping[str, Any], function: Mapping[str, Any]) -> bool:
-    if function.get("name") not in schemas:
-        return False
-    given = arguments_object(function["arguments"])
-    return UNPARSED not in given and accepts(schemas[function["name"]], given)
-
-
-def _is_unfinished(sampled: str, calls: int) -> bool:
-    """Whether the text opens more calls than it closes, or opens some of which the parser made none."""
-    for opener, closer in _MARKUP:
-        opened = sampled.count(opener)
-        if opened and (not calls or not (opened <= sampled.count(closer) if closer else _has_arguments(sampled, opener))):
-            return True
-    return False
-
-
-def _has_arguments(sampled: str, opener: str) -> bool:
-    """Whether whole JSON follows the last opener."""
-    begun = _ARGUMENTS.search(sampled, sampled.rindex(opener) + len(opener))
-    if begun is None:
-        return False
-    try:
-        json.JSONDecoder().raw_decode(sampled, begun.start())
-    except ValueError:
-        return False
-    return True
-
-
-# Control tokens in text: what opens and closes turns for a chat template, but written by a user, a tool or an agent.
-#
-# An engine renders the messages to one text and tokenizes it, so `<|im_end|>` inside a message becomes the same id as the end of that
-# message: whoever writes a tool's output can close the turn and open another under any role. No supported engine keeps message text
-# apart when it renders (vLLM 0.32 has no option for it in render or tokenize), only the service's own renderer does (chat_format.py).
-# The recorded ids are what the model saw; the call and its rows are marked.
-
-
-_MOST = 16
-"""Different ones that are kept of a call."""
-
-_CONTROL = re.compile(
-    r"<\|[^<>|\s]{1,64}\|>"  # ChatML, Llama 3, harmony, GLM, Phi
-    "|<\uff5c[^<>\uff5c]{1,64}\uff5c>"  # DeepSeek
-    r"|</?s>|<</?SYS>>|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|THINK|ARGS|CALL_ID)\]"  # Mistral
-    r"|<(?:bos|eos|pad|start_of_turn|end_of_turn)>|<\|(?:turn|channel|tool)>|<(?:turn|channel|tool)\|>"  # Gemma
-    r"|\[gMASK\]|<sop>"  # GLM
-)
-_PIECES = (
-    *("<|", "|>", "<\uff5c", "<s>", "</s>", "SYS>>", "_turn>", "<bos>", "<eos>", "<pad>", "<sop>"),
-    *("INST]", "PROMPT]", "TOOLS]", "CALLS]", "RESULTS]", "CONTENT]", "THINK]", "ARGS]", "_ID]", "MASK]"),
-)
-"""A text with none of these holds none of those, which is seen many times faster."""
-
-_FIELDS = ("tool_calls", "name", "reasoning_content", "reasoning", "tool_call_id")
-
-
-def control_tokens(messages: Iterable[Mapping[str, Any]], tools: Sequence[Any] = ()) -> tuple[str, ...]:
-    """Those that texts of the messages and tools hold, sorted, each once and `_MOST` at most. Text parts are looked at as
-    templates put them together: one after the other."""
-    found: set[str] = set()
-    if tools:
-        _look(_encode(tools).decode(), found)
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list):
-            content = "".join(map(_text, content))
-        if content and isinstance(content, str):
-            _look(content, found)
-        # Beside its role and content: most messages have no more.
-        if len(message) > 2:
-            _look("\0".join(_as_text(message.get(name)) for name in _FIELDS), found)
-    return tuple(sorted(found)[:_MOST]) if found else ()
-
-
-def _look(text: str, found: set[str]) -> None:
-    if ("<" in text or "]" in text) and any(piece in text for piece in _PIECES):
-        found.update(_CONTROL.findall(text))
-
-
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else _encode(value).decode() if value else ""
-
-
-def _text(part: Any) -> str:
-    text = part.get("text") if isinstance(part, Mapping) else part
-    return text if isinstance(text, str) else "\n"
-
-
-# Which distribution: what bent the choice of a call's tokens, and what its logprobs were taken from.
-#
-# Both are derived by exclusion from the parameters in effect (`EngineKind.parameters`): whatever is not known to bend nothing is noted, and
-# whatever is not known to leave raw logprobs raw makes their mode unknown. The request alone is no proof: vLLM turns a forced tool, a tool
-# with `"strict": true` and, for some tool parsers, every request with tools into a grammar.
-#
-# vLLM 0.32 masks logits by a grammar before it takes any logprob; all other processors come after the raw ones are taken and before the
-# processed ones (v1/sample/sampler.py). Measured against transformers: under a grammar raw logprobs are off by 6 to 12, under bias, allowed
-# ids, bad words and penalties by less than 1e-5.
-
-
-_OF_SAMPLING = ("temperature", "top_p", "top_k", "seed", "max_tokens", "stop")
-"""Parameters with a field of their own in Sampling."""
-
-_DEFAULTS: Mapping[str, tuple[Any, ...]] = {
-    "min_p": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
-    "bad_words": ([],),
-    "ignore_eos": (False,),
-    "watermarking": (False,),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("auto", "none"),
-}
-"""Values of parameters that bend something otherwise, with which they bend nothing. None never does."""
-
-_NEUTRAL = frozenset(
-    # How a reply ends, without a token being kept from the model or forced on it.
-    {"stop_token_ids", "include_stop_str_in_output"}
-    # What is returned, and how it is spelled and scheduled.
-    | {"n", "logprobs", "top_logprobs", "prompt_logprobs", "prompt_logprob_start", "prompt_logprob_token_ids"}
-    | {"logprob_token_ids", "flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"}
-    | {"output_kind", "stream_interval", "skip_clone", "output_text_buffer_length", "skip_reading_prefix_cache"}
-    | {"routed_experts_prompt_start", "priority", "include_reasoning", "parallel_tool_calls", "cache_salt"}
-    | {"prompt_cache_key", "prompt_cache_retention", "safety_identifier"}
-    # What shapes the prompt, whose ids are recorded.
-    | {"tools", "reasoning_effort", "verbosity", "chat_template", "documents", "mm_processor_kwargs", "media_io_kwargs"}
-    | {"add_special_tokens"}
-)
-"""Parameters that bend nothing, whatever their value."""
-
-_TRANSFERRED = frozenset({"kv_transfer_params", "ec_transfer_params"})
-"""What vLLM itself puts into `extra_args`, which otherwise is for logits processors of an operator's."""
-
-_GRAMMARS = frozenset({"structured_outputs", "response_format", "tool_choice"})
-"""Parameters by which an engine masks tokens before it takes a logprob. The last two are those of a chat engine, which does not say what it
-makes of them."""
-
-_REWEIGHTS = frozenset({"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos"})
-"""What processed logprobs contain without a token being masked by it, truncation aside."""
-
-_MOST_BYTES = 2048
-"""A longer value is noted by its digest: the grammar of many tools would be stored with every call."""
-
-
-def describe_sampling(parameters: Mapping[str, Any]) -> Sampling:
-    """The parameters in effect. `extra` has all that may have bent the choice of a token and has no field of its own."""
-    stop = parameters.get("stop") or ()
-    return Sampling(
-        temperature=parameters.get("temperature"),
-        top_p=parameters.get("top_p"),
-        top_k=parameters.get("top_k"),
-        seed=parameters.get("seed"),
-        max_tokens=parameters.get("max_tokens"),
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        extra={name: _note(value) for name, value in _find_bending(parameters).items()},
-    )
-
-
-def find_mode(parameters: Mapping[str, Any], engine_mode: str, leaves_raw: Set[str]) -> str:
-    """What the logprobs of a call with these parameters were taken from; see `reconstruct.records.LOGPROB_MODES`.
-
-    `engine_mode` is vLLM's `--logprobs-mode`, or another text if it is not known; `leaves_raw` is the engine kind's."""
-    if engine_mode in engine.NO_LOGPROBS:
-        return LOGITS
-    bending = _find_bending(parameters).keys()
-    if bending & _GRAMMARS or _has_strict_tool(parameters):
-        return MASKED
-    # An engine that does not say what it makes of tools may make a grammar of them.
-    if parameters.get("tools") or not bending <= leaves_raw:
-        return UNKNOWN_MODE
-    if engine_mode == "processed_logprobs":
-        return PROCESSED if bending <= _REWEIGHTS else MASKED
-    return RAW if engine_mode == "raw_logprobs" else UNKNOWN_MODE
-
-
-def _find_bending(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are not known to bend nothing, and have no field of their own."""
-    found = {
-        name: value
-        for name, value in parameters.items()
-        if value is not None and name not in _OF_SAMPLING and name not in _NEUTRAL and value not in _DEFAULTS.get(name, ())
-    }
-    extra = found.get("extra_args")
-    if isinstance(extra, Mapping) and extra.keys() <= _TRANSFERRED:
-        del found["extra_args"]
-    return found
-
-
-def _has_strict_tool(parameters: Mapping[str, Any]) -> bool:
-    """Whether a chat engine was offered a tool whose arguments must follow their schema. (Offered any, it may use a grammar: unknown.)"""
-    functions = [tool.get("function") for tool in parameters.get("tools") or () if isinstance(tool, Mapping)]
-    return any(isinstance(function, Mapping) and function.get("strict") is True for function in functions)
-
-
-def _note(value: Any) -> Any:
-    """The value as a record holds it, without what is off in it; by its digest if it is long."""
-    if isinstance(value, Mapping):
-        value = {str(name): item for name, item in value.items() if item is not None and item is not False}
-    text = json.dumps(value, sort_keys=True, default=str).encode()
-    try:
-        if len(text) <= _MOST_BYTES and msgpack.packb(value):
-            return value
-    except (TypeError, ValueError, OverflowError):
-        # Such as an integer of more than 64 bits.
-        pass
-    return {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}

@@ -18,17 +18,18 @@ from typing import Any
 import msgspec
 
 from proxy.call.budget import claim_share, count_left, exhaust_total
+from proxy.call.draft import Draft
 from proxy.call.hooks import choose_hooks, run_after_sampling, run_before_commit
 from proxy.call.phases import Admitted, Arrival, Continuation, Emit, Placed, Sampled
 from proxy.call.plan import MESSAGES, accept_prompt, check_media, confirm_parent, find_room, keep_history, parent_of, read_marks
 from proxy.call.prompts import PROMPT
 from proxy.call.record import build_records, build_reply, locate, mint_choices, mint_deltas, warn_of_renderings
-from proxy.call.session import Draft
 from proxy.dialects.base import Delta, FirstToken, PromptReady, Reply, Request, new_call_id
 from proxy.engine.apis.base import PlanRequest, PlansNoMore, SamplingJob
 from proxy.engine.apis.json_text import NO_IDS
 from proxy.engine.apis.reply import EngineReply, WantedDetails, check_sampled
 from proxy.engine.in_vllm.frames import BUDGET
+from proxy.engine.pool.placement import Placement
 from proxy.engine.pool.seats import Caller
 from proxy.engine.replica import EngineCall, Replica
 from proxy.errors import (
@@ -108,7 +109,7 @@ async def run_call(call: Admitted, emit: Emit, services: Services) -> Reply:
         if call.recorded is not None:
             return await call.recorded.give(call, emit)
         caller = Caller(call.session_id, partial(_check_open, call, services))
-        placement = services.pool.place(call.request.model, caller, call.scope, call.timeline)
+        placement = Placement(services.pool, call.request.model, caller, call.scope, call.timeline)
         sampled = await placement.run(partial(sample_at, call, emit, services))
         sampled = await run_after_sampling(sampled)
         call.timeline.begin(COMMIT)

@@ -2,8 +2,8 @@
 
 `known` says how many records of the session it has read; `begin` tells it of the ones that other processes wrote meanwhile.
 
-Only recorded calls leave anything here. What a request brings that is new stands in its `Draft`, and goes with it when the call is
-refused, fails or is not recorded.
+Only recorded calls leave anything here. What a request brings that is new stands in its draft (`proxy.call.draft`), and goes with it when
+the call is refused, fails or is not recorded.
 
 A session that nobody has called for long is stripped (`strip`): of its calls stay ids, fingerprints and replies, which is all that the
 next request is compared with and put behind. It costs that request a parse of its whole history. The texts of prompts are read
@@ -20,19 +20,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, zip_longest
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from proxy.call.memo import Converted, HistoryMemo, Memos, Reading
+from proxy.call.memo import Memos
 from proxy.call.recording import Recording
-from proxy.call.window import TOKEN_BYTES, check_texts, find_texts
-from proxy.dialects.base import Divide, HistoryMessage, ItemReader, ParsedMessage, Seals, T, read_model
-from proxy.dialects.raw_history import SplitBody
-from proxy.dialects.splitting import split_body
+from proxy.dialects.base import HistoryMessage, ItemReader, ParsedMessage, read_model
 from proxy.errors import UnknownCall
-from proxy.images import ImageBounds, ImageReader, images_in
+from proxy.images import ImageBounds, images_in
 from proxy.store.states import SessionInfo
 from reconstruct.codec import decode
 from reconstruct.errors import ReconstructError
@@ -59,26 +56,18 @@ _encode = msgspec.json.Encoder().encode
 _RECENT_PROMPTS = 2
 """Calls whose whole ids are kept put together: the next call mostly continues one of them."""
 
-_SHORT_BYTES = 4096
-"""Raw messages up to this size are their own key; longer ones are remembered by their digest."""
-
 _RECENT_HISTORIES = 4
 """Histories whose fingerprints and replays are kept: a request mostly goes on from one of them."""
 
 
-_SEEN_BYTES = 1536
-"""What one remembered message takes beside its content: measured for a short one, with its digests and its key."""
-
 _CALL_BYTES = 4096
 """The same for a call: its record, and its places in the forest's indexes."""
 
-_VALUE_BYTES = 96
-"""The same for a JSON value within a message: those of an object of one member."""
-
-_MEMORY_PER_BYTE = 3
+MEMORY_PER_BYTE = 3
 """Bytes of a message are there raw, decoded and, of some characters, twice as wide."""
 
 SeenKey = tuple[ItemReader, bytes]
+ReadImages = Callable[[dict[str, Any]], tuple[dict[str, Any], tuple[str, ...]]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,7 +152,7 @@ class Session:
         recorded = 0 if self.recording is None else self.recording.size_bytes
         recent = sum(ids.nbytes for ids in (*self._recent.values(), *self._renderings.values()))
         # The next request has a reply decoded, and all ids of one call put together.
-        coming = _MEMORY_PER_BYTE * self._reply_bytes + max(0, np.dtype(np.int32).itemsize * self._longest - recent)
+        coming = MEMORY_PER_BYTE * self._reply_bytes + max(0, np.dtype(np.int32).itemsize * self._longest - recent)
         return recorded + self._call_bytes + self._item_bytes + self.memos.size_bytes + recent + coming
 
     @property
@@ -194,16 +183,16 @@ class Session:
         if self.items.setdefault(key, seen) is seen:
             self._item_bytes += size
 
-    def digest(self, heard: ParsedMessage, draft: Draft | None = None) -> HistoryMessage:
-        """`draft` takes the images of a message that a harness sent."""
-        message = heard.message
+    def digest(self, parsed: ParsedMessage, read_images: ReadImages | None = None) -> HistoryMessage:
+        """`read_images` takes the images of a message that a harness sent."""
+        message = parsed.message
         images: tuple[str, ...] = ()
-        if draft is not None and type(message.get("content")) is list:
-            message, images = draft.reader.read(message)
+        if read_images is not None and type(message.get("content")) is list:
+            message, images = read_images(message)
         if self._volatile is not None:
             message = dict(without_lines(message, self._volatile))
         named = minted_call_ids(message)
-        minted = (*named, heard.minted) if heard.minted else tuple(named)
+        minted = (*named, parsed.minted) if parsed.minted else tuple(named)
         return HistoryMessage(message, digest_message(message), minted, images)
 
     def roots(self, policy: str, tools: Sequence[Any], template_kwargs: Mapping[str, Any]) -> tuple[bytes, bytes]:
@@ -423,116 +412,6 @@ def _strip(call: Call) -> Call:
     """The call without what only rows are made of. A prompt that is no message stays: later ones are compared with its text."""
     messages = call.messages if call.messages.startswith(_PROMPTS) else b""
     return replace(call, node=replace(call.node, logprobs=_NO_LOGPROBS), messages=messages, preamble=b"")
-
-
-class Draft:
-    """What one request adds to its session's memory, for as long as nobody knows whether its call is recorded. `keep` gives it to the
-    tree; without that it goes with the request, as whatever was refused does.
-
-    Implements `proxy.dialects.base.Past`."""
-
-    __slots__ = ("_converted", "_memos", "_new", "_read", "_reader", "refreshed", "seals", "session", "window")
-
-    def __init__(self, session: Session, window: int | None = None) -> None:
-        self.session = session
-        self.window = window
-        """The most tokens that any engine takes, None where that is not known."""
-        self._reader: ImageReader | None = None
-        self.refreshed = False
-        self.seals = Seals()
-        self._new: dict[SeenKey, tuple[list[HistoryMessage], int]] = {}
-        self._memos: Sequence[HistoryMemo] = ()
-        self._read: tuple[Divide, SplitBody, Reading] | None = None
-        """The history that was read last, as it may be remembered."""
-        self._converted: list[Converted] = []
-
-    @property
-    def reader(self) -> ImageReader:
-        """Reads the images of the request's new messages."""
-        if self._reader is None:
-            self._reader = ImageReader(self.session.bounds)
-        return self._reader
-
-    @property
-    def images(self) -> Mapping[str, bytes]:
-        """The bytes of those images, by digest."""
-        return {} if self._reader is None else self._reader.images
-
-    @property
-    def way(self) -> str:
-        """How much of the body was known; see `SplitBody`. "" before its history was read."""
-        return "" if self._read is None else self._read[1].way
-
-    def body(self, body: bytes) -> SplitBody:
-        """The request's body as it was read; whole where it has no history."""
-        split = None if self._read is None else self._read[1]
-        return split if split is not None and split.body is body else SplitBody(body, {}, [])
-
-    def split(self, body: bytes, listed: str, divide: Divide) -> SplitBody:
-        self._memos = self.session.memos.find(divide)
-        return split_body(body, listed, [memo.raw for memo in self._memos])
-
-    def read(self, split: SplitBody, divide: Divide) -> tuple[list[HistoryMessage], list[bytes]]:
-        memo = next((memo for memo in self._memos if memo.raw is split.before), None)
-        reading, first = Reading().up_to(0) if memo is None else memo.reading.up_to(split.known)
-        for unit in divide(split.items(first)):
-            if unit.fresh:
-                reading.places.append((first + unit.start, len(reading.messages), len(reading.aside)))
-            if unit.read is None:
-                reading.aside.append(unit.raw)
-            else:
-                reading.messages.extend(self.read_item(unit.raw, unit.read))
-        self._read = divide, split, reading
-        return [*reading.messages], [*reading.aside]
-
-    def convert(self, given: Any, convert: Callable[[Any], T]) -> T:
-        for value, by, result in (*self.session.memos.converted, *self._converted):
-            if value is given and by is convert:
-                return cast(T, result)
-        made = convert(given)
-        if given:
-            self._converted.append((given, convert, made))
-        return made
-
-    def read_item(self, raw: bytes, read: ItemReader) -> list[HistoryMessage]:
-        # The same bytes may mean another message in another dialect.
-        key = (read, raw if len(raw) <= _SHORT_BYTES else hash_bytes(raw))
-        seen = self.session.items.get(key)
-        if seen is not None:
-            return seen
-        new = self._new.get(key)
-        if new is None:
-            before = 0 if self._reader is None else self._reader.size_bytes
-            opened = self.seals.opened_bytes
-            found = read(raw, self)
-            if self.window is not None and len(raw) > TOKEN_BYTES * self.window:
-                # To digest it takes ten times as long as to read it.
-                check_texts(find_texts(heard.message for heard in found), self.window, "messages")
-            messages = [self.session.digest(heard, self) for heard in found]
-            length = len(raw)
-            if self._reader is not None:
-                # The bytes of images are not kept with their messages.
-                length = max(0, length - 4 * (self._reader.size_bytes - before) // 3)
-            length += self.seals.opened_bytes - opened
-            new = self._new[key] = messages, _SEEN_BYTES + _MEMORY_PER_BYTE * length + _VALUE_BYTES * raw.count(b",")
-        return new[0]
-
-    def keep(self) -> None:
-        """The call is recorded."""
-        for key, (seen, size) in self._new.items():
-            self.session.keep(key, seen, size)
-        if self._read is not None:
-            self.session.memos.keep(*self._read, self._converted)
-        self._new, self._read = {}, None
-
-    def call(self, call_id: str) -> Call:
-        return self.session.call(call_id)
-
-    def reply(self, call_id: str) -> dict[str, Any]:
-        return self.session.reply(call_id)
-
-    def history(self, call_id: str) -> list[HistoryMessage]:
-        return self.session.history(call_id)
 
 
 def _begins(history: list[HistoryMessage], known: list[HistoryMessage]) -> bool:

@@ -217,7 +217,7 @@ class HistoryMessage:
 
 
 class Past(Protocol):
-    """What a dialect may learn of the session while it reads a request: `proxy.call.session.Draft`."""
+    """What a dialect may learn of the session while it reads a request: `proxy.call.draft.Draft`."""
 
     refreshed: bool
     """Whether the store was asked for what the session has: a call that is still not known is no call of it."""

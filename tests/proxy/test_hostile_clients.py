@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from proxy.call import door as parsing_module
 from proxy.call.cache import SessionCache
 from proxy.call.door import LARGE_BYTES, REST_FACTOR, SMALL_BYTES, Parsing
+from proxy.call.draft import Draft
 from proxy.call.http import BodyRoom, read_body
-from proxy.call.session import Draft
 from proxy.call.session import Session as SessionTree
 from proxy.dialects import fields
 from proxy.dialects.base import MAX_SEALED_BYTES, Incoming, ParsedMessage, Past, Request, Seals, seal

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.call.record import describe_sampling, find_mode
+from proxy.call.distribution import describe_sampling, find_mode
 from proxy.engine.apis.vllm import VllmTokens
 from reconstruct.records import LOGPROB_MODES, MASKED, PROCESSED, RAW, UNKNOWN_MODE
 

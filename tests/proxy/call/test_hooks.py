@@ -14,9 +14,9 @@ from fastapi import APIRouter
 from openai import APIStatusError
 
 from proxy.app import Addition
+from proxy.call.draft import Draft
 from proxy.call.hooks import NO_HOOKS, CallHook, choose_hooks
 from proxy.call.phases import Arrival, Sampled
-from proxy.call.session import Draft
 from proxy.dialects.base import Request
 from proxy.engine.replica import Replica
 from proxy.errors import Conflict, RequestError

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from proxy.call.new_session import Draft, Session
 
+from proxy.call.draft import Draft
+from proxy.call.session import Session
 from proxy.dialects.base import Incoming, Request, one_by_one, seal
 from proxy.dialects.catalogue import dialects
 from proxy.dialects.chat import _read_message as READ

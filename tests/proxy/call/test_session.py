@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from proxy.app import Addition
 from proxy.call.cache import SessionCache
+from proxy.call.draft import Draft
 from proxy.call.phases import Continuation
 from proxy.call.plan import find_parent
 from proxy.call.record import locate
-from proxy.call.session import Draft, Session
+from proxy.call.session import Session
 from proxy.dialects.base import HistoryMessage, ParsedMessage, Past, Request, seal, tool_call_id
 from proxy.services import Services
 from proxy.store.states import SessionInfo

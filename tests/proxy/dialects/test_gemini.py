@@ -15,8 +15,9 @@ from google.genai import types
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from proxy.call.draft import Draft
 from proxy.call.http import MethodNotAllowed, UpgradeRefused
-from proxy.call.session import Draft, Session
+from proxy.call.session import Session
 from proxy.dialects.base import Choice, Delta, Incoming, Reply, Request, seal
 from proxy.dialects.gemini import GeminiDialect
 from proxy.errors import (

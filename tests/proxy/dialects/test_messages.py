@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from proxy.call.session import Draft, Session
+from proxy.call.draft import Draft
+from proxy.call.session import Session
 from proxy.dialects.base import Choice, Delta, Incoming, Reply, Request, seal, tool_call_id
 from proxy.dialects.fields import arguments_object
 from proxy.dialects.messages import MessagesDialect

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.call.session import Draft, Session
+from proxy.call.draft import Draft
+from proxy.call.session import Session
 from proxy.dialects.base import Incoming
 from proxy.dialects.catalogue import dialects
 from proxy.dialects.fields import decode

@@ -16,8 +16,8 @@ from proxy.engine.apis.renderer import LocalRenderer
 from proxy.engine.apis.vllm import TOKEN_ROUTES
 from proxy.engine.in_vllm.frames import PROTOCOL, ROUTE
 from proxy.engine.pool.membership import replica_at
-from proxy.engine.pool.pool import open_channels
 from proxy.engine.replica import Replica
+from proxy.engine.wire.connections import open_channels
 from proxy.engine.wire.http import EngineHttp
 from proxy.errors import EngineUnavailable
 from proxy.settings import Settings

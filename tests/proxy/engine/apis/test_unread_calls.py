@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from proxy.call.record import has_invalid_call
+from proxy.call.labels import has_invalid_call
 from proxy.dialects.base import Request
 from proxy.dialects.fields import accepts
 from tests.support.engine.scripted_engine import Say, ScriptedEngine

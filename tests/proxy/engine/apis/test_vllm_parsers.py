@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from proxy.call.record import has_invalid_call
+from proxy.call.labels import has_invalid_call
 from proxy.dialects.base import Request
 from tests.support.machine import unavailable
 

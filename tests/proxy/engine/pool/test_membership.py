@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from proxy.engine.pool.membership import EngineSpec, Membership, parse_engine, resolve_with_system
+from proxy.engine.pool.placement import Placement
 from proxy.engine.pool.pool import EnginePool
 from proxy.engine.pool.seats import Caller
 from proxy.engine.replica import Replica
@@ -158,7 +159,7 @@ async def test_a_replica_whose_address_is_gone_takes_no_new_call_and_ends_those_
                     pool.pick("s")
                 return replica
 
-            placement = pool.place("policy", Caller("s", never), CancelScope("s", "c"), Timeline())
+            placement = Placement(pool, "policy", Caller("s", never), CancelScope("s", "c"), Timeline())
             replica = await placement.run(sample)
             assert (pool.draining, replica.in_flight) == ([], 0)
             probes = len(engine.received)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from proxy.engine.pool.adapters import follow_adapters
 from proxy.engine.pool.membership import Membership, replica_at, resolve_with_system
-from proxy.engine.pool.pool import EnginePool, catalogue, find_policy, is_frozen
+from proxy.engine.pool.policies import catalogue, find_policy, is_frozen
+from proxy.engine.pool.pool import EnginePool
 from proxy.engine.pool.seats import rank_replicas
 from proxy.engine.replica import Replica, Served
 from proxy.errors import EngineUnavailable, NotFound

@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 from pydantic import ValidationError
 
-from proxy.engine.pool.pool import open_channels, open_session
 from proxy.engine.wire.channels import CannotConnect
+from proxy.engine.wire.connections import open_channels, open_session
 from proxy.settings import Settings
 from tests.support.service.authority import Authority
 
