@@ -142,7 +142,7 @@ def _add(choice: IdChoice, piece: _Choice) -> None:
     choice.token_ids.extend(ids)
     choice.logprobs.extend(logprobs.token_logprobs)
     choice.tops.extend(list((top or {}).items()) for top in logprobs.top_logprobs or [None] * len(ids))
-    choice.text += piece.text or ""
+    choice.texts.append(piece.text or "")
     choice.finish_reason = piece.finish_reason or choice.finish_reason
     choice.stop_reason = piece.stop_reason if piece.stop_reason is not None else choice.stop_reason
 
@@ -154,7 +154,7 @@ def _add(choice: IdChoice, piece: _Choice) -> None:
 class IdChoice:
     """One choice as an engine emitted it that takes and returns ids: one logprob and, if requested, one list of alternatives per id.
 
-    An alternative is (id, or text if the engine gives no id; logprob). `text` is the engine's own, if it returns any."""
+    An alternative is (id, or text if the engine gives no id; logprob). `texts` are pieces of the engine's own text, if it returns any."""
 
     index: int
     token_ids: list[int] = field(default_factory=list)
@@ -163,12 +163,16 @@ class IdChoice:
     spans: tuple[Span, ...] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    text: str = ""
+    texts: list[str] = field(default_factory=list)
     heard: bool = False
 
     @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
     def has_content(self) -> bool:
-        return bool(self.token_ids or self.text)
+        return bool(self.token_ids or any(self.texts))
 
     @property
     def visible_ids(self) -> list[int]:

@@ -174,7 +174,7 @@ class _SglangChoice(IdChoice):
         if meta.prompt_tokens is not None and meta.prompt_tokens != len(job.prompt_ids):
             raise EngineFailed(f"the engine sampled after {meta.prompt_tokens} of {len(job.prompt_ids)} prompt tokens")
         self._add_tokens(meta)
-        self.text = answer.text or self.text
+        self.texts = [answer.text or self.text]
         self.cached_tokens = meta.cached_tokens or self.cached_tokens
         self._versions = meta.weight_versions or self._versions
         self._labels.add(str(meta.weight_version))
