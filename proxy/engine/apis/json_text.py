@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from itertools import takewhile
 from operator import is_
 from typing import Any
 
@@ -151,18 +151,17 @@ class ObjectText:
             count = sum(takewhile(bool, map(is_, each.items, items)))
             if count > shared:
                 known, shared = each, count
-        if known is not None and shared == len(items) == len(known.items):
-            return msgspec.Raw(known.text)
-        ends = known.ends[:shared] if known is not None else []
+        if known is not None and shared == len(items):
+            return msgspec.Raw(known.text if shared == len(known.items) else known.text[: known.ends[shared - 1]] + b"]")
         new = list(map(_encode, items[shared:]))
-        ends += accumulate((1 + len(each) for each in new), initial=ends.pop() if ends else 0)
-        text = b",".join(new) + b"]"
-        if known is None:
-            ends, text = ends[1:], b"[" + text
-        else:
-            text = known.text[: known.ends[shared - 1]] + (b"," if new else b"") + text
-        self._remember(_Written(list(items), text, ends), known)
-        return msgspec.Raw(text)
+        head, ends = (b"[", []) if known is None else (known.text[: known.ends[shared - 1]] + b",", known.ends[:shared])
+        end = len(head) - 1
+        for item in new:
+            end += 1 + len(item)
+            ends.append(end)
+        written = _Written(list(items), b"%b%b]" % (head, b",".join(new)), ends)
+        self._remember(written, known)
+        return msgspec.Raw(written.text)
 
     def _remember(self, written: _Written, before: _Written | None) -> None:
         """In place of the one that it goes on from, or else of the oldest."""
