@@ -171,14 +171,12 @@ async def _serve(
     data_dir: Path,
     wanted: list[str],
 ) -> None:
-    from cli.rollout_store import RolloutConnection
     from rollout.attempts import node_prefix
     from rollout.evaluators import catalogue as evaluators
     from rollout.harnesses import catalogue as harnesses
     from rollout.sessions import Judge, Sessions
     from rollout.stages import Capacity, Stages
     from rollout.steps import NodeContext
-    from rollout.store.work import WorkStore
 
     proxy = parse_proxy(harness_url, "--url" if harness_url == control.url else "--harness-url")
     kinds = await find_kinds(wanted)
@@ -186,13 +184,15 @@ async def _serve(
     harnesses.load_built_in()
     logs = make_logs_folder(data_dir)
     connection = await connect_to_work(redis)
+    from cli.stored_work import StoredWork
+
     sessions = Sessions(control.url, control.token)
     parts = NodeContext(
         name=name,
         prefix=node_prefix(name, service),
         url=harness_url,
         proxy=proxy,
-        work=WorkStore(RolloutConnection(connection)),
+        work=StoredWork(connection),
         sessions=sessions,
         judge=Judge(sessions, harness_url),
         stages=Stages(slots, Capacity(settings.cpus, settings.memory_mb)),

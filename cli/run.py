@@ -240,7 +240,7 @@ def make_outcome(name: str, exit_code: int, timed_out_after: float | None, stopp
 def check_calls(definition: Harness, session: RunSession, outcome: RunEnd) -> RunEnd:
     """`outcome` in view of the session's calls: a failure if the harness exited with code 0 and never called the model, because a reward
     would be meaningless; completed if it exited with another code after it had finished its work (`Harness.has_finished`)."""
-    from rollout.attempts import Failure
+    from contract.attempts import Failure
 
     name, code = definition.name, outcome.exit_code
     with suppress(CommandError):

@@ -28,7 +28,7 @@ from proxy.settings import GivenToken, Settings, list_variables
 from proxy.store.connection import StoreConnection
 from proxy.store.embedded import EmbeddedRedis, StoreStartError
 from proxy.store.service import NewerStore, check_level
-from rollout.sweeper import RolloutSettings
+from proxy.tasks.sweeper import RolloutSettings
 
 log = logging.getLogger(__name__)
 

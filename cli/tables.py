@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from cli.feedback import remove_controls
-from rollout.attempts import ENDED, Status
+from contract.attempts import ENDED, Status
 
 PIPE_WIDTH = 1000
 

@@ -128,7 +128,7 @@ def _print_feedback_of(control: CommandClient, task_id: str, rollout: dict[str, 
     from cli.feedback import FIRST_LINES, print_feedback, read_feedback
     from cli.sessions import path_of
     from cli.tables import standard_output
-    from rollout.attempts import AttemptId
+    from contract.attempts import AttemptId
 
     session_id = AttemptId(task_id, rollout["index"], rollout["attempt"]).session_id
     # The session may have been deleted since.

@@ -1,7 +1,7 @@
 """Tasks in, finished sessions out.
 
-A task is an instruction to attempt; a rollout is one attempt. Both live in Redis (`rollout.store`), so any server or node may die.
-Servers accept tasks (`rollout.api`, mounted into the served app). A node (`rollout.node`) takes rollouts and runs each through its
+A task is an instruction to attempt; a rollout is one attempt. Both live in Redis (`proxy.store.tasks`), so any server or node may die.
+Servers accept tasks (`proxy.tasks`). A node (`rollout.node`) takes rollouts and runs each through its
 stages (`rollout.course`):
 
     prepare   make a runtime and run the prepare steps in it    (runtimes/)

@@ -10,18 +10,11 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 from dataclasses import asdict, replace
 from typing import Any, Literal, TypeVar
 
+import msgspec
+
+from contract.attempts import AttemptId, Failure, FailureRecord, Status, Superseded, TakenRollout, Verdict
 from reconstruct.roles import RoleRule, encode_rule
-from rollout.attempts import (
-    RETRIED,
-    AttemptId,
-    Failure,
-    FailureRecord,
-    RolloutFailed,
-    Status,
-    Superseded,
-    Verdict,
-    runtime_name,
-)
+from rollout.attempts import RETRIED, RolloutFailed, runtime_name
 from rollout.evaluation import Evaluation
 from rollout.evaluators.base import Run, shorten
 from rollout.harnesses.catalogue import find_definition
@@ -52,8 +45,8 @@ from rollout.steps import (
     install_harness,
     remove,
 )
-from rollout.store.base import StoreUnavailable, Taken, encode
 from rollout.task import Task
+from rollout.work import WorkUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +64,7 @@ class Course:
     `ahead` is the node's permit to have taken the rollout, given back when the run ends; `reserved` is its CPUs and memory, given back
     with its runtimes; `offer` learns whether its kind of runtime works."""
 
-    def __init__(self, taken: Taken, ahead: Permit, reserved: Permit, parts: NodeContext, offer: WorkingKinds) -> None:
+    def __init__(self, taken: TakenRollout, ahead: Permit, reserved: Permit, parts: NodeContext, offer: WorkingKinds) -> None:
         self.attempt: AttemptId = taken.attempt
         self.begun = False
         """Whether the harness may have started; until then the rollout can be put back."""
@@ -275,7 +268,7 @@ class Course:
         """Post the reward. Raises `RolloutFailed` if the store or the service refuses it: the session could never be closed with such a
         verdict."""
         try:
-            encode(verdict)
+            msgspec.msgpack.encode(verdict)
             await self._wait_for_service(budget, lambda: post_reward(self._parts.sessions, self.attempt.session_id, verdict))
         except (NoSession, SessionConflict):
             # Deleted or closed by someone else, which is handled when it is to be closed.
@@ -312,7 +305,7 @@ class Course:
         while True:
             try:
                 return await act(await self._parts.work.now())
-            except (StoreUnavailable, SessionFailed) as error:
+            except (WorkUnavailable, SessionFailed) as error:
                 log.warning("rollout %s waits: %s", self.attempt.session_id, error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from rollout.attempts import AttemptId, Failure, RolloutFailed, runtime_name
+from contract.attempts import AttemptId, Failure
+from rollout.attempts import RolloutFailed, runtime_name
 from rollout.evaluators import catalogue
 from rollout.evaluators.base import BadReward, Case, EvaluationFailed, EvaluationTimedOut, Run, Score, parse_score
 from rollout.evaluators.diff import name_of

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
 
-from rollout.attempts import AttemptId
+from contract.attempts import AttemptId
 from rollout.runtimes.base import Logs
 
 ENTRY_BYTES = 4096

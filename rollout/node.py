@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from rollout.attempts import AttemptId, Failure, FailureRecord, Superseded
+from contract.attempts import AttemptId, Failure, FailureRecord, NodeState, Room, Superseded, TakenRollout
 from rollout.course import Course
 from rollout.logs import AttemptLogs, KeptLogs
 from rollout.offer import WorkingKinds
 from rollout.sessions import SessionFailed
 from rollout.stages import Permit
 from rollout.steps import NodeContext
-from rollout.store.base import NodeState, Room, StoreUnavailable, Taken
+from rollout.work import WorkUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class RolloutNode:
                 _cancel(task)
             await asyncio.wait([self._beating, self._taking, *left], timeout=STOP_SECONDS)
             await self._offer.close()
-        with suppress(StoreUnavailable):
+        with suppress(WorkUnavailable):
             await self._parts.work.leave(self._parts.name)
 
     async def _sweep(self) -> None:
@@ -116,14 +116,14 @@ class RolloutNode:
                 raise
             self._start(taken, permit)
 
-    async def _take(self) -> Taken | None:
+    async def _take(self) -> TakenRollout | None:
         room = self._measure_room()
         if room.cpus <= 0 or room.memory_mb <= 0:
             return None
         asking = asyncio.create_task(self._ask(room))
         try:
             return await asyncio.shield(asking)
-        except StoreUnavailable as error:
+        except WorkUnavailable as error:
             log.warning("no rollout can be taken now: %s", error)
         except asyncio.CancelledError:
             await self._decline(asking)
@@ -134,15 +134,15 @@ class RolloutNode:
             await asyncio.sleep(LOOK_SECONDS)
         return None
 
-    async def _ask(self, room: Room) -> Taken | None:
+    async def _ask(self, room: Room) -> TakenRollout | None:
         work = self._parts.work
         return await work.take(self._parts.name, room, self._settings.lease_seconds, await work.now())
 
-    async def _decline(self, asking: asyncio.Task[Taken | None]) -> None:
+    async def _decline(self, asking: asyncio.Task[TakenRollout | None]) -> None:
         """Put back what the store still hands to a draining node: lost with the node, it would cost the rollout an attempt."""
         await asyncio.wait([asking], timeout=STOP_SECONDS)
         if asking.done() and not asking.cancelled() and asking.exception() is None and (taken := asking.result()) is not None:
-            with suppress(Superseded, StoreUnavailable):
+            with suppress(Superseded, WorkUnavailable):
                 await self._parts.work.put_back(taken.attempt, await self._parts.work.now())
 
     async def _wait_for_change(self) -> None:
@@ -160,10 +160,10 @@ class RolloutNode:
     async def _wait_for_work(self) -> None:
         try:
             await self._parts.work.wait(LOOK_SECONDS)
-        except StoreUnavailable:
+        except WorkUnavailable:
             await asyncio.sleep(LOOK_SECONDS)
 
-    def _start(self, taken: Taken, permit: Permit) -> None:
+    def _start(self, taken: TakenRollout, permit: Permit) -> None:
         # Before anything else is taken, or two rollouts would get the same room.
         reserved = self._parts.stages.capacity.reserve(taken.task)
         course = Course(taken, permit, reserved, self._parts, self._offer)
@@ -191,7 +191,7 @@ class RolloutNode:
             try:
                 await self._beat()
                 self._announced.set()
-            except StoreUnavailable as error:
+            except WorkUnavailable as error:
                 log.warning("the heartbeat failed: %s", error)
             except Exception:
                 # Otherwise every lease would expire, without a trace.
@@ -231,7 +231,7 @@ class RolloutNode:
 
         async def put_back(attempt: AttemptId, task: asyncio.Task[None]) -> None:
             await _stop(task)
-            with suppress(Superseded, StoreUnavailable):
+            with suppress(Superseded, WorkUnavailable):
                 await self._parts.work.put_back(attempt, await self._parts.work.now())
 
         waiting = [(attempt, task) for attempt, (course, task) in self._courses.items() if not course.begun]
@@ -256,7 +256,7 @@ class RolloutNode:
 
         async def hand_over(attempt: AttemptId, task: asyncio.Task[None]) -> None:
             await _stop(task)
-            with suppress(Superseded, StoreUnavailable, SessionFailed):
+            with suppress(Superseded, WorkUnavailable, SessionFailed):
                 if await self._parts.work.give_up(attempt, failure, await self._parts.work.now(), retry=True, spared=True):
                     await self._parts.sessions.delete(attempt.session_id)
 

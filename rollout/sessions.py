@@ -29,7 +29,7 @@ import httpx
 import msgpack
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_before_delay, wait_random_exponential
 
-from rollout.attempts import Ended
+from contract.attempts import Ended
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

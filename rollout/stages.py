@@ -14,7 +14,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from rollout.attempts import Failure, RolloutFailed
+from contract.attempts import Failure
+from rollout.attempts import RolloutFailed
 from rollout.task import Task
 
 

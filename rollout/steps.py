@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from rollout.attempts import Failure, RolloutFailed
+from contract.attempts import Failure
+from rollout.attempts import RolloutFailed
 from rollout.harnesses.definition import Harness, find_unserved
 from rollout.harnesses.limits import Limits, UnknownWindows
 from rollout.harnesses.prepared import Prepared, SessionAccess, home_variables, temporary_directory
@@ -22,8 +23,8 @@ from rollout.logs import AttemptLogs
 from rollout.runtimes.base import Executed, Install, Installed, NetworkRefused, ProxyAddress, Runtime, RuntimeKind
 from rollout.sessions import Judge, OpenSession, Sessions
 from rollout.stages import Stages
-from rollout.store.work import WorkStore
 from rollout.task import Exec, PrepareStep, Task, Upload
+from rollout.work import Work
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class NodeContext:
     prefix: str
     url: str
     proxy: ProxyAddress
-    work: WorkStore
+    work: Work
     sessions: Sessions
     judge: Judge
     stages: Stages

@@ -1,4 +1,4 @@
-"""The JSON of the tasks API: a submitted body read into a checked `Task`, and the views of tasks, rollouts and nodes.
+"""A submitted body, read into a checked `Task`.
 
     {"instruction": "…", "harness": "pi" | {"name": …, "definition": …, "env": …, "mcp_servers": […], "skills": […], "install": …},
      "runtime"? ("local" | {"kind": …, "image": …, "cpus": …, …}), "evaluator"? ("pytest" | {"kind": …, "options": …, …}),
@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 from pydantic import ValidationError
 
-from rollout.attempts import RolloutState
 from rollout.evaluators.base import BadEvaluator
 from rollout.harnesses import catalogue as harnesses
 from rollout.harnesses.definition import check_accepted, parse
 from rollout.harnesses.prepared import BadDefinition, HarnessError, PromptTooLong
 from rollout.runtimes.base import BadRuntime
-from rollout.store.base import TaskState, encode
 from rollout.task import (
     EvaluatorSpec,
     HarnessSpec,
@@ -33,7 +31,6 @@ from rollout.task import (
     Task,
     describe_problems,
     dump_given,
-    dump_outline,
     read_json,
     settle_group,
 )
@@ -74,7 +71,7 @@ def read_task(raw: bytes, known: Known) -> tuple[Task, bytes]:
     """The task, and the digest of its body: equal for bodies that mean the same. Raises `BadTask`."""
     try:
         given = read_json(raw)
-        encode(given)
+        msgspec.msgpack.encode(given)
     except ValidationError as error:
         place = ".".join(map(str, error.errors()[0]["loc"]))
         raise BadTask("; ".join([describe_problems(error), *_find_definition_problems(raw)]), place or None) from error
@@ -161,36 +158,3 @@ def _check_evaluator(spec: EvaluatorSpec, task: Task, known: Known) -> None:
 
 def _refuse_name(field: str, name: str, names: Sequence[str], rest: str = "", what: str = "") -> BadTask:
     return BadTask(f"{field}: there is no {what or field} {name!r}: choose one of {', '.join(names)}{rest}", field)
-
-
-def render_summary(state: TaskState) -> dict[str, Any]:
-    """A task in a list."""
-    task, counts = state.task, state.counts
-    return {
-        "task_id": task.task_id,
-        "status": state.status,
-        "instruction": task.instruction,
-        "harness": task.harness.name,
-        "num_samples": task.num_samples,
-        "priority": task.priority,
-        "rollouts": dict(counts.by_status),
-        "usable": counts.usable,
-        "lacks": state.lacks,
-        "created_at": state.created_at,
-        "ended_at": state.ended_at,
-        "callback": None if state.callback is None else asdict(state.callback),
-        "metadata": dict(task.metadata),
-    }
-
-
-def render_task(state: TaskState) -> dict[str, Any]:
-    """A task by itself: `task` is the body it was submitted with, defaults filled in, with lengths in place of uploads."""
-    return render_summary(state) | {"task": dump_outline(state.task)}
-
-
-def render_rollout(state: RolloutState) -> dict[str, Any]:
-    view = asdict(state)
-    del view["task_id"]
-    if state.verdict is not None:
-        view["verdict"]["usable"] = state.verdict.usable
-    return view

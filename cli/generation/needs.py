@@ -15,7 +15,8 @@ from cli.engine_access import PROBE_SECONDS, check_engine, open_engine_client
 from cli.generation.attempts import Input
 from cli.generation.folder import GenerationFolder
 from cli.serving.own_service import NODE_NAME
-from rollout.attempts import AttemptId, RolloutFailed, node_prefix, runtime_name
+from contract.attempts import AttemptId
+from rollout.attempts import RolloutFailed, node_prefix, runtime_name
 from rollout.harnesses.catalogue import find_definition
 from rollout.logs import AttemptLogs
 from rollout.runtimes import catalogue

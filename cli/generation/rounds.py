@@ -18,7 +18,7 @@ from cli.generation.folder import GenerationFolder, Spell
 from cli.generation.screen import Screen, summarize, summarize_failures
 from cli.refusal import CommandError
 from cli.tables import count_ended
-from rollout.attempts import ENDED, Failure
+from contract.attempts import ENDED, Failure
 
 POLL_SECONDS = 1.0
 

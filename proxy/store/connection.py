@@ -102,9 +102,9 @@ class Lasting(StoreUnavailable):
 
 
 @cache
-def load_scripts() -> Mapping[str, bytes]:
-    """The files of `scripts` by name. All at once: another install may take this one's place while the process runs."""
-    return {file.name: file.read_bytes() for file in (files("proxy.store") / "scripts").iterdir()}
+def load_scripts(package: str = "proxy.store") -> Mapping[str, bytes]:
+    """The files of the package's `scripts` by name. All at once: another install may take this one's place while the process runs."""
+    return {file.name: file.read_bytes() for file in (files(package) / "scripts").iterdir()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +114,9 @@ class Script:
 
     @classmethod
     @cache
-    def read(cls, name: str, *preludes: str) -> Script:
-        """`scripts/<name>.lua`, with the named preludes, which only define functions, before it."""
-        source = b"\n".join(load_scripts()[f"{part}.lua"] for part in (*preludes, name))
+    def read(cls, name: str, *preludes: str, package: str = "proxy.store") -> Script:
+        """`scripts/<name>.lua` of the package, with the named preludes, which only define functions, before it."""
+        source = b"\n".join(load_scripts(package)[f"{part}.lua"] for part in (*preludes, name))
         return cls(source, hashlib.sha1(source, usedforsecurity=False).hexdigest())
 
 

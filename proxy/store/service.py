@@ -219,13 +219,15 @@ async def check_level(connection: StoreConnection, *, serves: bool) -> None:
 
 
 class RedisClock:
-    """The one clock of leases, deadlines and retention: that of the server that holds the groups. Clocks of services on several machines
-    differ, and one two hours ahead would end other trainers' leases."""
+    """The one clock of leases, deadlines and retention: that of the server that holds the groups, or the tasks. Clocks of
+    services on several machines differ, and one two hours ahead would end other trainers' leases."""
 
-    def __init__(self, connection: StoreConnection) -> None:
+    def __init__(self, connection: StoreConnection, key: str = DELIVERY[0]) -> None:
+        """`key` is one of what the clock is for: it says which server of a cluster."""
         self._redis = connection
+        self._key = key
 
     async def now(self) -> float:
         """Epoch seconds. Raises StoreUnavailable."""
-        seconds, microseconds = await self._redis.execute("TIME", key=DELIVERY[0])
+        seconds, microseconds = await self._redis.execute("TIME", key=self._key)
         return int(seconds) + int(microseconds) / 1e6

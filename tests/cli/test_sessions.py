@@ -12,10 +12,9 @@ import pytest
 from rich.console import Console
 
 from cli.feedback import print_feedback
-from cli.rollout_store import RolloutConnection
+from contract.attempts import Verdict
 from proxy.store.connection import StoreConnection
-from rollout.attempts import Verdict
-from rollout.store.tasks import TaskStore
+from proxy.store.tasks.tasks import TaskStore
 from tests.support.runtimes.rollout_stores import Stores
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.rollout_service import submit
@@ -113,7 +112,7 @@ def test_a_task_shows_why_each_reward_is_what_it_is(service: RunningService, red
 
     async def work() -> None:
         wire = StoreConnection(redis_server.url)
-        connection = RolloutConnection(wire)
+        connection = wire
         node = Stores(connection, TaskStore(connection)).node("node-1")
         try:
             await node.beat()

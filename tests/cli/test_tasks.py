@@ -18,10 +18,9 @@ from typing import Any
 import httpx
 import pytest
 
-from cli.rollout_store import RolloutConnection
+from contract.attempts import Failure, FailureRecord, Verdict
 from proxy.store.connection import StoreConnection
-from rollout.attempts import Failure, FailureRecord, Verdict
-from rollout.store.tasks import TaskStore
+from proxy.store.tasks.tasks import TaskStore
 from tests.support.runtimes.rollout_stores import Stores
 from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.redis_server import RedisServer
@@ -66,7 +65,7 @@ def work_off(redis_server: RedisServer, count: int, *verdicts: Verdict) -> None:
 
     async def work() -> None:
         wire = StoreConnection(redis_server.url)
-        connection = RolloutConnection(wire)
+        connection = wire
         node = Stores(connection, TaskStore(connection)).node("node-1")
         try:
             await node.beat()

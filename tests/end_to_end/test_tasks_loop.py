@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from contract.attempts import RolloutState
 from examples.demo.environment import FITS
 from examples.tasks_loop.tasks import task
 from proxy.store.connection import StoreConnection
-from rollout.attempts import RolloutState
 from rollout.task import read_json
 from tests.support.engine.scripted_engine import Generation, Reply, Say, ScriptedEngine
 from tests.support.engine.vllm_server import require_vllm

@@ -20,8 +20,8 @@ from typing import Any
 
 import httpx
 
+from contract.attempts import ENDED
 from examples.learn.agents import with_agents
-from rollout.attempts import ENDED
 from tests.harnesses.node_victims import NodeVictim
 from tests.harnesses.rollout_accounts import Accounted, account
 from tests.harnesses.rollout_plays import Exercise, Plays

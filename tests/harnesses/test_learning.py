@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from contract.attempts import ENDED
 from examples.learn.agents import AGENTS, make_task, with_agents
 from examples.learn.exercises import KINDS, make_exercise
 from proxy.store.connection import StoreConnection
-from rollout.attempts import ENDED
 from rollout.runtimes.local.runtime import LocalKind
 from rollout.runtimes.settings import RuntimeSettings
 from rollout.task import read_json

@@ -14,10 +14,9 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
-from cli.rollout_store import RolloutConnection
+from contract.attempts import NodeState
 from proxy.store.connection import StoreConnection
-from rollout.store.base import NodeState
-from rollout.store.work import WorkStore
+from proxy.store.tasks.work import WorkStore
 from tests.support.documents.helm_chart import CHART, container, pod_of, the
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.rollout_service import serving_tasks
@@ -57,7 +56,7 @@ def test_a_node_is_ready_once_the_service_has_heard_of_it(redis_url: str) -> Non
     async def beat(seen_at: float) -> None:
         connection = StoreConnection(redis_url)
         state = NodeState("pod-1", {}, ["kubernetes"], 4.0, 4096, seen_at=seen_at)
-        await WorkStore(RolloutConnection(connection)).beat(state, [], seen_at)
+        await WorkStore(connection).beat(state, [], seen_at)
         await connection.close()
 
     with serving_tasks(redis_url) as service:
@@ -76,7 +75,7 @@ def test_a_node_on_a_machine_with_a_wrong_clock_is_ready(redis_url: str) -> None
 
     async def beat() -> None:
         connection = StoreConnection(redis_url)
-        work = WorkStore(RolloutConnection(connection))
+        work = WorkStore(connection)
         now = await work.now()
         await work.beat(NodeState("pod-1", {}, ["kubernetes"], 4.0, 4096, seen_at=now), [], now)
         await connection.close()

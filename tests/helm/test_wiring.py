@@ -29,7 +29,7 @@ from proxy.engine.pool.membership import parse_engine
 from proxy.metrics import EngineNumbers, Metrics
 from proxy.settings import Settings
 from proxy.store.node import Address
-from rollout.metrics import QUEUE_LABELS, STAGES
+from proxy.tasks.metrics import QUEUE_LABELS, STAGES
 from rollout.node import STOP_SECONDS
 from rollout.runtimes.kubernetes import cluster
 from rollout.runtimes.settings import PodFields, read_environment

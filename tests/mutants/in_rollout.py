@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.fault import Fault
 
-_STORE = "tests/rollout/store/test_store.py"
+_STORE = "tests/proxy/store/tasks/test_store.py"
 _NODE = "tests/rollout/test_node.py -k "
 _LOCAL = "tests/rollout/runtimes/test_contract.py -k "
 _REWARDS = "tests/rollout/evaluators/test_catalogue.py tests/rollout/evaluators/test_command.py"

@@ -20,11 +20,13 @@ from typing import Any
 import httpx
 import pytest
 
+from contract.attempts import AttemptId, Failure
 from proxy.call.writer import FailureNotes
 from proxy.errors import BudgetExhausted, EngineFailed, StoreUnavailable
 from proxy.store.connection import StoreConnection
 from proxy.store.states import Unserved
-from rollout.attempts import RETRIED, AttemptId, Failure, RolloutFailed
+from proxy.store.tasks import keys
+from rollout.attempts import RETRIED, RolloutFailed
 from rollout.evaluation import Evaluation
 from rollout.evaluators import catalogue
 from rollout.evaluators.base import Score
@@ -36,7 +38,6 @@ from rollout.runtimes.command_runtime import CommandRuntime
 from rollout.sessions import Judge, NoAnswer, SessionRefused, Sessions
 from rollout.stages import Slots, Stage, within
 from rollout.steps import check_run, remove
-from rollout.store import keys
 from rollout.task import EvaluatorSpec, Exec, HarnessSpec, RuntimeSpec
 from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine
 from tests.support.runtimes.rollout_nodes import ASK, SECONDS, WatchedNode, World, a_task, unsandboxed
@@ -408,7 +409,7 @@ async def test_a_group_that_has_begun_is_completed_by_a_node_whose_only_slot_is_
     engine: ScriptedEngine, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trainers are behind, so the more urgent task is held back. It kept the slot, and the group stayed incomplete for ever."""
-    monkeypatch.setattr("rollout.store.work.HOLD_SECONDS", 1.0)
+    monkeypatch.setattr("proxy.store.tasks.work.HOLD_SECONDS", 1.0)
     monkeypatch.setattr("rollout.sessions.LONGEST_RETRY_SECONDS", 0.1)
     monkeypatch.setattr("rollout.node.LOOK_SECONDS", 0.2)
     gate = tmp_path / "gate"

@@ -15,12 +15,11 @@ from cli import control as token_of
 from cli.control import CommandClient, Declined
 from cli.node import await_admission, await_listing
 from cli.refusal import CommandError
-from cli.rollout_store import RolloutConnection
+from contract.attempts import NodeState
 from proxy.store.connection import StoreConnection
+from proxy.store.tasks.work import WorkStore
 from rollout.runtimes.local.runtime import LocalKind
 from rollout.sessions import Sessions
-from rollout.store.base import NodeState
-from rollout.store.work import WorkStore
 from tests.support.runtimes.rollout_nodes import SECONDS
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.rollout_service import serving_tasks, submit
@@ -144,7 +143,7 @@ async def test_a_node_that_the_service_does_not_see_says_so_once(
                 while "does not list this node" not in caplog.text:
                     await asyncio.sleep(0.02)
                 state = NodeState("n", {}, ["local"], cpus=1.0, memory_mb=256, lease_seconds=30.0, seen_at=time.time())
-                await WorkStore(RolloutConnection(connection)).beat(state, [], time.time())
+                await WorkStore(connection).beat(state, [], time.time())
                 await looking
     finally:
         await connection.close()

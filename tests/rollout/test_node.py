@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from contract.attempts import AttemptId, Failure, RolloutState
 from proxy.store.connection import StoreConnection
 from rollout import steps
-from rollout.attempts import AttemptId, Failure, RolloutState, node_prefix, runtime_name
+from rollout.attempts import node_prefix, runtime_name
 from rollout.runtimes.base import RuntimeFailed
 from rollout.runtimes.local.runtime import LocalKind
 from rollout.stages import Slots

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from contract.attempts import Failure
 from proxy.store.connection import StoreConnection
-from rollout.attempts import Failure
 from rollout.runtimes.installs import PREFIX
 from rollout.stages import Slots
 from rollout.task import EvaluatorSpec, Exec, HarnessSpec, RuntimeSpec

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from cli.rollout_service import KNOWN
-from cli.rollout_store import RolloutConnection
+from contract.attempts import NodeState
 from proxy.store.connection import StoreConnection
-from rollout.store import keys
-from rollout.store.base import NodeState
-from rollout.store.tasks import TaskStore, find_lack
+from proxy.store.tasks import keys
+from proxy.store.tasks.tasks import TaskStore, find_lack
 from rollout.task import Task
 from rollout.task_body import read_task
 from tests.support.runtimes.rollout_stores import Stores, sized
@@ -128,7 +127,7 @@ def test_a_task_that_waits_for_what_no_node_has_is_shown_with_it(
 
     async def one_node() -> None:
         wire = StoreConnection(redis_server.url)
-        await Stores(RolloutConnection(wire), TaskStore(RolloutConnection(wire))).node("small").beat()
+        await Stores(wire, TaskStore(wire)).node("small").beat()
         await wire.close()
 
     with serving_tasks(redis_server.url) as service:

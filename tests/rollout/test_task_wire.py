@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollout.store.base import DecodeError, TaskState, decode, encode, outline
+from proxy.store.keys import StoredValueError, pack_versioned
+from proxy.store.tasks.values import TaskState, outline, unpack_checked
+from proxy.tasks.views import render_task
 from rollout.task import (
     Budgets,
     EvaluatorSpec,
@@ -22,7 +24,7 @@ from rollout.task import (
     Upload,
     dump_outline,
 )
-from rollout.task_body import BadTask, read_task, render_task
+from rollout.task_body import BadTask, read_task
 from tests.support.service.rollout_service import BODY, KNOWN
 
 WHOLE: dict[str, Any] = {
@@ -170,20 +172,20 @@ def test_a_name_alone_stands_for_what_is_only_named() -> None:
 
 @pytest.mark.parametrize("task", [TASK, Task("i", HarnessSpec("pi"), task_id="t")])
 def test_a_task_is_stored_and_read_back_whole(task: Task) -> None:
-    assert decode(encode(task), Task) == task
+    assert unpack_checked(pack_versioned(task), Task) == task
 
 
 def test_what_earlier_builds_stored_is_read_and_they_read_what_is_stored_now() -> None:
-    assert decode(b64decode(STORED), Task) == TASK
+    assert unpack_checked(b64decode(STORED), Task) == TASK
     schema, stored = msgspec.msgpack.decode(b64decode(STORED))
     # They leave out the field that they do not know.
-    assert msgspec.msgpack.decode(encode(of(WHOLE))) == [schema, {**stored, "fork": None, "lookahead": None}]
+    assert msgspec.msgpack.decode(pack_versioned(of(WHOLE))) == [schema, {**stored, "fork": None, "lookahead": None}]
 
 
 def test_a_stored_field_that_this_build_does_not_know_is_left_out() -> None:
-    schema, fields = msgspec.msgpack.decode(encode(TASK))
+    schema, fields = msgspec.msgpack.decode(pack_versioned(TASK))
     fields["later"] = fields["budgets"]["later"] = fields["prepare"][1]["later"] = 1
-    assert decode(msgspec.msgpack.encode((schema, fields)), Task) == TASK
+    assert unpack_checked(msgspec.msgpack.encode((schema, fields)), Task) == TASK
 
 
 def test_the_stored_names_of_fields_are_no_names_in_json() -> None:
@@ -205,12 +207,12 @@ def test_an_early_stop_makes_do_with_the_samples_it_wants() -> None:
 
 
 def test_what_another_schema_or_nobody_wrote_is_refused() -> None:
-    with pytest.raises(DecodeError, match="schema"):
-        decode(b"\x92\x63" + encode(TASK)[2:], Task)
-    with pytest.raises(DecodeError, match="Task cannot be read"):
-        decode(b"\x92\x01\x80", Task)
-    with pytest.raises(DecodeError):
-        decode(b"nonsense", Task)
+    with pytest.raises(StoredValueError, match="schema"):
+        unpack_checked(b"\x92\x63" + pack_versioned(TASK)[2:], Task)
+    with pytest.raises(StoredValueError, match="Task cannot be read"):
+        unpack_checked(b"\x92\x01\x80", Task)
+    with pytest.raises(StoredValueError):
+        unpack_checked(b"nonsense", Task)
 
 
 def test_a_task_is_shown_as_it_was_submitted_with_lengths_in_place_of_uploads() -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from cli.serving.own_service import INHERITED_VARIABLES
 from proxy.settings import Settings
+from proxy.tasks.sweeper import RolloutSettings
 from rollout.runtimes.settings import VARIABLES
-from rollout.sweeper import RolloutSettings
 
 OF_A_SERVICE = (
     "redis",

@@ -14,12 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.attempts import AttemptId, Failure, RolloutFailed, Verdict
+from contract.attempts import AttemptId, Failure, Verdict
+from proxy.store.keys import pack_versioned
+from proxy.store.tasks.values import unpack_checked
+from rollout.attempts import RolloutFailed
 from rollout.evaluation import Evaluation
 from rollout.evaluators import catalogue
 from rollout.evaluators.base import BadEvaluator, BadReward, EvaluationFailed, Score, parse_reward, parse_score, shorten
 from rollout.logs import AttemptLogs
-from rollout.store.base import decode, encode
 from rollout.task import EvaluatorSpec
 from tests.support.distributions import Distributions
 from tests.support.runtimes.evaluations import RUN, TASK, check, evaluated, nobody_asks
@@ -108,7 +110,7 @@ def test_metadata_that_can_be_written_as_json_can_be_stored_and_read_back() -> N
     metadata = parse_score({"reward": 1, "metadata": {1: "a", "mean": np.float64(0.5), "pair": (1, 2)}}, "it").metadata
     assert metadata == {"1": "a", "mean": 0.5, "pair": [1, 2]}
     verdict = Verdict("completed", 1.0, metadata=metadata)
-    assert decode(encode(verdict), Verdict) == verdict
+    assert unpack_checked(pack_versioned(verdict), Verdict) == verdict
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import re
 from functools import cache
 
 from proxy.settings import Settings, list_variables
+from proxy.tasks.sweeper import RolloutSettings
 from rollout.runtimes.settings import VARIABLES
-from rollout.sweeper import RolloutSettings
 from tests import ROOT
 
 _READ = re.compile(r"""(?:environ(?:\.get)?[(\[]|env\.get\(|envvar=|\(env,)\s*"([A-Z][A-Z0-9_]+)\"""")

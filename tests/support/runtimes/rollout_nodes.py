@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from cli.rollout_store import RolloutConnection
+from cli.stored_work import StoredWork
+from contract.attempts import ENDED, AttemptId, RolloutState
 from proxy.store.connection import StoreConnection
-from rollout.attempts import ENDED, AttemptId, RolloutState, node_prefix
+from proxy.store.tasks import keys
+from proxy.store.tasks.tasks import TaskStore
+from rollout.attempts import node_prefix
 from rollout.harnesses.catalogue import find_definition
 from rollout.logs import AttemptLogs
 from rollout.node import NodeSettings, RolloutNode
@@ -23,9 +26,6 @@ from rollout.runtimes.settings import SYSTEM_PATH, RuntimeSettings
 from rollout.sessions import Judge, Sessions
 from rollout.stages import Capacity, Slots, Stages
 from rollout.steps import HarnessRun, NodeContext
-from rollout.store import keys
-from rollout.store.tasks import TaskStore
-from rollout.store.work import WorkStore
 from rollout.task import Budgets, EvaluatorSpec, HarnessSpec, RuntimeSpec, Task
 from tests.support.service.running_service import ADMIN, RunningService
 
@@ -100,7 +100,7 @@ class World:
     tasks: TaskStore = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tasks = TaskStore(RolloutConnection(self.connection))
+        self.tasks = TaskStore(self.connection)
 
     async def submit(self, task: Task) -> Task:
         await self.tasks.submit(task, task.task_id.encode(), 1.0)
@@ -151,7 +151,7 @@ class World:
                 prefix=node_prefix(name, self.service.url),
                 url=self.service.url,
                 proxy=ProxyAddress("127.0.0.1", urlsplit(self.service.url).port or 0),
-                work=WorkStore(RolloutConnection(connection)),
+                work=StoredWork(connection),
                 sessions=sessions,
                 judge=Judge(sessions, self.service.url),
                 stages=Stages(slots or Slots(), Capacity(given.cpus, given.memory_mb)),

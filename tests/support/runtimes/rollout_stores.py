@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from cli.rollout_store import RolloutConnection
+from contract.attempts import AttemptId, NodeState, RolloutState, Room, TakenRollout, Verdict
 from proxy.store.connection import StoreConnection
-from rollout.attempts import AttemptId, RolloutState, Verdict
-from rollout.store import keys
-from rollout.store.base import NodeState, Room, Taken
-from rollout.store.tasks import TaskStore, parse_event
-from rollout.store.work import WorkStore
+from proxy.store.tasks import keys
+from proxy.store.tasks.tasks import TaskStore, parse_event
+from proxy.store.tasks.work import WorkStore
 from rollout.task import HarnessSpec, RuntimeSpec, Task
 from tests.support.service.redis_server import RedisKind
 
@@ -42,10 +40,10 @@ class Node:
     lease_seconds: float = 0.0
     held: list[AttemptId] = field(default_factory=list)
 
-    async def take(self, lease_seconds: float = LEASE) -> Taken | None:
+    async def take(self, lease_seconds: float = LEASE) -> TakenRollout | None:
         return await self.work.take(self.name, self.room, lease_seconds, time.time())
 
-    async def must_take(self, lease_seconds: float = LEASE) -> Taken:
+    async def must_take(self, lease_seconds: float = LEASE) -> TakenRollout:
         taken = await self.take(lease_seconds)
         assert taken is not None, "there was nothing to take"
         return taken
@@ -63,7 +61,7 @@ class Node:
 
 @dataclass
 class Stores:
-    connection: RolloutConnection
+    connection: StoreConnection
     tasks: TaskStore
 
     def node(self, name: str, room: Room = ROOM) -> Node:
@@ -87,6 +85,6 @@ class Stores:
 async def stores(redis_kind: RedisKind) -> AsyncIterator[Stores]:
     redis_kind.flushall()
     wire = StoreConnection(redis_kind.url, patience_seconds=10.0)
-    connection = RolloutConnection(wire)
+    connection = wire
     yield Stores(connection, TaskStore(connection))
     await wire.close()

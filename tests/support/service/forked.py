@@ -36,7 +36,7 @@ from typing import Any
 
 from tests import ROOT
 
-ALSO = ("proxy.app", "rollout.api", "rollout.node", "trainer_client")
+ALSO = ("proxy.app", "proxy.tasks.router", "rollout.node", "trainer_client")
 """Imported by the server besides all of `cli`."""
 HURRIED = (
     "cli.generation.rounds.POLL_SECONDS",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from cli.rollout_store import RolloutConnection
+from contract.attempts import Failure, FailureRecord, Verdict
 from proxy.store.connection import StoreConnection
-from rollout.attempts import Failure, FailureRecord, Verdict
-from rollout.store.work import WorkStore
+from proxy.store.tasks.work import WorkStore
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.runtimes.rollout_stores import ROOM
 from tests.support.service.rollout_service import submit
@@ -40,7 +39,7 @@ def shown_task(service: RunningService, engine: ScriptedEngine) -> None:
 async def _play(service: RunningService, engine: ScriptedEngine, began: float) -> None:
     assert service.settings.redis
     connection = StoreConnection(service.settings.redis)
-    work = WorkStore(RolloutConnection(connection))
+    work = WorkStore(connection)
     for number in range(5):
         taken = await work.take("n1", ROOM, 3600.0, began + 10)
         assert taken is not None

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from rollout.attempts import Failure, RolloutFailed
+from contract.attempts import Failure
+from rollout.attempts import RolloutFailed
 from rollout.runtimes import disk
 from rollout.runtimes.base import BadRuntime, Logs, ProxyAddress, Runtime, RuntimeFailed
 from rollout.runtimes.container.apptainer import ApptainerKind

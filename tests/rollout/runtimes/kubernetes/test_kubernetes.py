@@ -15,7 +15,8 @@ from jsonschema import Draft202012Validator
 from kubernetes_validate.utils import schema_contents
 from referencing import Registry, Resource
 
-from rollout.attempts import Failure, RolloutFailed
+from contract.attempts import Failure
+from rollout.attempts import RolloutFailed
 from rollout.runtimes.base import BadRuntime, DiskFull, Logs, NoRoom, ProxyAddress, RuntimeFailed
 from rollout.runtimes.kubernetes import cluster as module
 from rollout.runtimes.kubernetes import exec, network

@@ -10,21 +10,13 @@ from typing import Any
 
 import msgspec
 
-from rollout.attempts import ENDED, UNDER_WAY, AttemptId, FailureRecord, RolloutState, Status, Verdict
-from rollout.store import keys
-from rollout.store.base import (
-    Callback,
-    Event,
-    NodeState,
-    NoSuchTask,
-    RolloutCounts,
-    TaskConflict,
-    TaskState,
-    decode,
-    encode,
-    outline,
-)
-from rollout.store.keys import Argument, Connection, Script, read_time
+from contract.attempts import ENDED, UNDER_WAY, AttemptId, FailureRecord, NodeState, RolloutState, Status, Verdict
+from proxy.errors import Conflict, NotFound
+from proxy.store.connection import Argument, StoreConnection
+from proxy.store.keys import pack_versioned
+from proxy.store.service import RedisClock
+from proxy.store.tasks import keys
+from proxy.store.tasks.values import Callback, Event, RolloutCounts, TaskState, outline, unpack_checked
 from rollout.task import Task
 
 LOADED_AT_ONCE = 64
@@ -58,19 +50,20 @@ Fields = Mapping[str, bytes]
 class TaskStore:
     """What servers need. Every method may raise `StoreUnavailable`."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: StoreConnection) -> None:
         self._redis = connection
+        self._clock = RedisClock(connection, keys.ARRIVALS)
 
     async def now(self) -> float:
-        return await read_time(self._redis)
+        return await self._clock.now()
 
     async def submit(self, task: Task, digest: bytes, now: float) -> tuple[TaskState, bool]:
-        """The task, and whether it is new: resubmitting the same id and digest is a no-op. Raises `TaskConflict`."""
-        blobs = (encode(task), encode(outline(task)), digest)
+        """The task, and whether it is new: resubmitting the same id and digest is a no-op. Raises `Conflict`."""
+        blobs = (pack_versioned(task), pack_versioned(outline(task)), digest)
         rules = (task.num_samples, keys.queue_of(task), task.usable_samples or 0, task.max_attempts, task.on_lost_node)
         became = await self._run("submit", task.task_id, *blobs, repr(now), *rules, task.callback_url or "", durable=True)
         if became == b"conflict":
-            raise TaskConflict(f"task {task.task_id} was submitted before with another body")
+            raise Conflict(f"task {task.task_id} was submitted before with another body", param="task_id")
         return await self.load(task.task_id), became == b"new"
 
     async def holds(self, task_id: str) -> bool:
@@ -78,17 +71,17 @@ class TaskStore:
         return bool(await self._redis.execute("EXISTS", keys.task(task_id)))
 
     async def load(self, task_id: str) -> TaskState:
-        """Raises `NoSuchTask`."""
+        """Raises `NotFound`."""
         fields = parse_hash(await self._redis.execute("HGETALL", keys.task(task_id)))
         if not fields:
-            raise NoSuchTask(f"there is no task {task_id}")
+            raise NotFound(f"there is no task {task_id}")
         return parse_task(fields)
 
     async def load_rollouts(self, task_id: str) -> list[RolloutState]:
-        """In the order of their indexes. Raises `NoSuchTask`."""
+        """In the order of their indexes. Raises `NotFound`."""
         number = await self._redis.execute("HGET", keys.task(task_id), "number")
         if number is None:
-            raise NoSuchTask(f"there is no task {task_id}")
+            raise NotFound(f"there is no task {task_id}")
         found: list[RolloutState] = []
         for start in range(0, int(number), LOADED_AT_ONCE):
             indices = range(start, min(start + LOADED_AT_ONCE, int(number)))
@@ -118,15 +111,15 @@ class TaskStore:
 
     async def cancel(self, task_id: str, now: float) -> list[RolloutState]:
         """Ends every unended rollout as cancelled, at once and for good; nodes' later steps of them are refused. Returns those rollouts as
-        they stood. Raises `NoSuchTask`."""
+        they stood. Raises `NotFound`."""
         stood = await self._run("cancel", task_id, repr(now), durable=True)
         if stood is None:
-            raise NoSuchTask(f"there is no task {task_id}")
+            raise NotFound(f"there is no task {task_id}")
         pairs = zip(stood[::2], stood[1::2], strict=True)
         return [parse_rollout(task_id, int(index), parse_hash(flat)) for index, flat in pairs]
 
     async def watch_events(self, task_id: str, after: str = "0") -> AsyncIterator[Event]:
-        """The events behind `after`, then further ones as they come, until the task ends. Raises `NoSuchTask`."""
+        """The events behind `after`, then further ones as they come, until the task ends. Raises `NotFound`."""
         key = keys.events(task_id)
         while True:
             ended = (await self._read_end(task_id)) is not None
@@ -143,10 +136,10 @@ class TaskStore:
 
     async def list_nodes(self) -> list[NodeState]:
         fields = parse_hash(await self._redis.execute("HGETALL", keys.NODES))
-        return [decode(fields[name], NodeState) for name in sorted(fields)]
+        return [unpack_checked(fields[name], NodeState) for name in sorted(fields)]
 
     async def count_waiting(self) -> Mapping[str, int]:
-        """Waiting rollouts by what they require (`rollout.store.keys.queue_of`), for metrics and autoscaling."""
+        """Waiting rollouts by what they require (`keys.queue_of`), for metrics and autoscaling."""
         counts = Counter[str]()
         for queue, waiting in (await self._load_depths()).items():
             counts[keys.merge_queue(queue)] += waiting
@@ -218,10 +211,10 @@ class TaskStore:
         return [member.decode() for member in await self._run("due", what, limit, repr(now), repr(now + CLAIM_SECONDS))]
 
     async def _read_end(self, task_id: str) -> bytes | None:
-        """When it ended, None while it runs. Raises `NoSuchTask`."""
+        """When it ended, None while it runs. Raises `NotFound`."""
         status, ended_at = await self._redis.execute("HMGET", keys.task(task_id), "status", "ended_at")
         if status is None:
-            raise NoSuchTask(f"there is no task {task_id}")
+            raise NotFound(f"there is no task {task_id}")
         return bytes(ended_at) if ended_at is not None else None
 
     async def _load_outline(self, task_id: str) -> TaskState | None:
@@ -234,7 +227,7 @@ class TaskStore:
         return parse_rollout(task_id, index, fields) if fields else None
 
     async def _run(self, script: str, *args: Argument, durable: bool = False) -> Any:
-        return await self._redis.run(Script.read(script), keys.DECLARED, args, durable=durable)
+        return await self._redis.run(keys.read_script(script), keys.DECLARED, args, durable=durable, patient=durable)
 
 
 def parse_hash(answer: Mapping[bytes, bytes] | Sequence[bytes]) -> dict[str, bytes]:
@@ -244,10 +237,10 @@ def parse_hash(answer: Mapping[bytes, bytes] | Sequence[bytes]) -> dict[str, byt
 
 
 def parse_task(fields: Fields) -> TaskState:
-    """From all fields of a task, or from those in LISTED, which lack the content of uploads. Raises `DecodeError`."""
+    """From all fields of a task, or from those in LISTED, which lack the content of uploads. Raises `StoredValueError`."""
     counts = {status: int(fields.get(f"n:{status}", b"0")) for status in STATUSES}
     return TaskState(
-        task=decode(fields.get("body") or fields["outline"], Task),
+        task=unpack_checked(fields.get("body") or fields["outline"], Task),
         status=fields["status"].decode(),
         created_at=float(fields["created_at"]),
         ended_at=_number(fields.get("ended_at")),
@@ -258,17 +251,19 @@ def parse_task(fields: Fields) -> TaskState:
 
 
 def parse_rollout(task_id: str, index: int, fields: Fields) -> RolloutState:
-    """Raises `DecodeError`."""
+    """Raises `StoredValueError`."""
     reported: dict[str, Any] = {name: msgspec.msgpack.decode(fields[f"f:{name}"]) for name in REPORTED if f"f:{name}" in fields}
     status: Any = fields["status"].decode()
-    failures = [decode(fields[f"x:{number}"], FailureRecord) for number in range(1, int(fields.get("failed", b"0")) + 1)]
+    failures = [
+        unpack_checked(fields[f"x:{number}"], FailureRecord) for number in range(1, int(fields.get("failed", b"0")) + 1)
+    ]
     return RolloutState(
         task_id=task_id,
         index=index,
         status=status,
         attempt=int(fields["attempt"]),
         node=fields["node"].decode() if "node" in fields else None,
-        verdict=decode(fields["verdict"], Verdict) if "verdict" in fields else None,
+        verdict=unpack_checked(fields["verdict"], Verdict) if "verdict" in fields else None,
         failures=tuple(failures),
         times={name[2:]: float(value) for name, value in fields.items() if name.startswith("t:")},
         **reported,
@@ -299,7 +294,7 @@ def _number(value: bytes | None) -> float | None:
 
 
 def find_lack(queue: str, nodes: Sequence[NodeState], now: float) -> str | None:
-    """What the rollouts of the queue (`rollout.store.keys.queue_of`) require and no node has, busy or not; None when a node has it
+    """What the rollouts of the queue (`keys.queue_of`) require and no node has, busy or not; None when a node has it
     all, or no node is alive."""
     _, kinds, cpus, memory_mb, labels = json.loads(queue)
     living = [node for node in nodes if node.seen_at > now - LIVING_SECONDS and not node.draining]

@@ -17,15 +17,15 @@ from typing import Annotated
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from rollout.attempts import AttemptId, RolloutState, Superseded, Verdict
-from rollout.course import close_member
-from rollout.metrics import RolloutNumbers
-from rollout.sessions import NoSession, SessionConflict, SessionFailed, Sessions
-from rollout.store.base import StoreUnavailable, Taken, TaskState
-from rollout.store.tasks import CLAIM_SECONDS, TaskStore
-from rollout.store.work import WorkStore
-from rollout.task import Task
-from rollout.task_body import render_summary
+from contract.attempts import AttemptId, Superseded, TakenRollout, Verdict
+from proxy.errors import StoreUnavailable, VerbatimError
+from proxy.services import Services
+from proxy.store.tasks.tasks import CLAIM_SECONDS, TaskStore
+from proxy.store.tasks.values import TaskState
+from proxy.store.tasks.work import WorkStore
+from proxy.tasks.members import close_ended, close_member, delete_member
+from proxy.tasks.metrics import RolloutNumbers
+from proxy.tasks.views import render_summary
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Sweeper:
         name: str,
         store: TaskStore,
         work: WorkStore,
-        sessions: Sessions,
+        services: Services,
         callbacks: Callbacks,
         numbers: RolloutNumbers,
         settings: RolloutSettings,
@@ -51,7 +51,7 @@ class Sweeper:
         self._name = name
         self._store = store
         self._work = work
-        self._sessions = sessions
+        self._services = services
         self._callbacks = callbacks
         self._numbers = numbers
         self._settings = settings
@@ -77,7 +77,9 @@ class Sweeper:
         """How many rollouts were handled that were ended from outside."""
         ended = await self._store.claim_unclosed(AT_ONCE, await self._store.now())
         for task, state in ended:
-            if await self._try(_close(self._sessions, task, state), f"{task.task_id}.{state.index}"):
+            session_id = AttemptId(task.task_id, state.index, state.attempt).session_id
+            verdict = state.verdict or Verdict("cancelled")
+            if await self._try(close_ended(self._services, task, state.index, session_id, verdict), session_id):
                 await self._store.mark_closed(task.task_id, state.index)
         return len(ended)
 
@@ -85,7 +87,7 @@ class Sweeper:
         """How many sessions were handled of attempts that lost their node, or whose task was cancelled before its group had begun."""
         attempts = await self._store.claim_abandoned(AT_ONCE, await self._store.now())
         for attempt in attempts:
-            if await self._try(_delete(self._sessions, attempt.session_id), attempt.session_id):
+            if await self._try(delete_member(self._services, attempt.session_id), attempt.session_id):
                 await self._store.drop_abandoned(attempt)
         return len(attempts)
 
@@ -108,11 +110,11 @@ class Sweeper:
         await self._store.note_stranded(await self._store.now())
         return 0
 
-    async def _finish(self, taken: Taken) -> None:
+    async def _finish(self, taken: TakenRollout) -> None:
         attempt, verdict = taken.attempt, taken.state.verdict
         if verdict is None:
             raise ValueError(f"rollout {attempt.session_id} is concluding without a verdict")
-        await close_member(self._sessions, taken.task, attempt.index, attempt.session_id, verdict, wait=False)
+        await close_member(self._services, taken.task, attempt.index, attempt.session_id, verdict)
         await self._work.finish(attempt, await self._store.now())
 
     async def _repeat(self, part: Callable[[], Awaitable[int]]) -> None:
@@ -138,38 +140,18 @@ class Sweeper:
         try:
             async with asyncio.timeout(CLAIM_SECONDS / 2):
                 await act
-        except (SessionFailed, TimeoutError) as error:
+        except StoreUnavailable:
+            raise
+        except (VerbatimError, TimeoutError) as error:
             log.warning("rollout %s: its session is left as it is for now: %s", what, error or "no answer in time")
             return False
         except Superseded:
             pass
+        except Exception:
+            # Otherwise it would keep those behind it waiting for ever.
+            log.exception("rollout %s: its session is left as it is for now", what)
+            return False
         return True
-
-
-async def _close(sessions: Sessions, task: Task, state: RolloutState) -> None:
-    attempt = AttemptId(task.task_id, state.index, state.attempt)
-    verdict = state.verdict or Verdict("cancelled")
-    error = f"{verdict.failure.failure}: {verdict.failure.message}" if verdict.failure else None
-    try:
-        await sessions.close_session(attempt.session_id, verdict.status, error=error)
-    except NoSession:
-        # Its group must not wait for a member that never started.
-        await close_member(sessions, task, state.index, attempt.session_id, verdict, wait=False)
-    except SessionConflict:
-        # Its node closed it with another status, but the rollout was ended from outside, which has the last word. An empty session takes
-        # its place, or the group would wait for it.
-        if await _delete(sessions, attempt.session_id):
-            await close_member(sessions, task, state.index, attempt.session_id, verdict, wait=False)
-
-
-async def _delete(sessions: Sessions, session_id: str) -> bool:
-    """Whether the session is gone."""
-    try:
-        await sessions.delete(session_id)
-    except SessionConflict as error:
-        log.warning("session %s is kept, as a trainer has it already: %s", session_id, error)
-        return False
-    return True
 
 
 # Callbacks: one POST when a task ends, repeated until it is accepted. The store lists those due and gives each to one server for

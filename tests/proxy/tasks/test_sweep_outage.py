@@ -10,19 +10,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 import pytest
 
-from rollout.metrics import RolloutNumbers
-from rollout.sessions import Sessions
-from rollout.store.base import StoreUnavailable
-from rollout.store.keys import Argument, Connection, Script
-from rollout.store.tasks import TaskStore
-from rollout.store.work import WorkStore
-from rollout.sweeper import Callbacks, RolloutSettings, Sweeper
+from proxy.api import closing
+from proxy.errors import Backpressure, NotFound, RequestError, StoreUnavailable
+from proxy.store.connection import Argument, Script, StoreConnection
+from proxy.store.tasks.tasks import TaskStore
+from proxy.store.tasks.work import WorkStore
+from proxy.tasks import members
+from proxy.tasks.metrics import RolloutNumbers
+from proxy.tasks.sweeper import Callbacks, RolloutSettings, Sweeper
 from tests.support.runtimes.rollout_stores import WELL, Stores
 
 SECONDS = 60.0
+NOTHING: Any = None
+"""The services of a process that the sweep does not get as far as."""
 PARTS, ROUNDS = 7, 9
 """Parts of the sweep, each of which sends its first command itself."""
 
@@ -31,14 +33,14 @@ PARTS, ROUNDS = 7, 9
 class Outages:
     """The connection of a store that is away while `away`."""
 
-    real: Connection
+    real: StoreConnection
     away: bool = False
     timeout_seconds: float = 10.0
     tried: list[asyncio.Task[Any] | None] = field(default_factory=list)
     """What sent each command since the last change."""
 
-    async def run(self, script: Script, keys: Sequence[str], args: Sequence[Argument], *, durable: bool) -> Any:
-        return await self._tried() or await self.real.run(script, keys, args, durable=durable)
+    async def run(self, script: Script, keys: Sequence[str], args: Sequence[Argument], **how: bool) -> Any:
+        return await self._tried() or await self.real.run(script, keys, args, **how)
 
     async def execute(self, *command: Argument, key: str | None = None) -> Any:
         return await self._tried() or await self.real.execute(*command, key=key)
@@ -66,13 +68,13 @@ async def never_post(url: str, body: bytes, headers: Mapping[str, str]) -> tuple
 
 
 async def test_an_outage_is_said_once_and_the_next_one_again(stores: Stores, caplog: pytest.LogCaptureFixture) -> None:
-    connection = Outages(stores.connection)
-    store, sessions = TaskStore(connection), Sessions("http://127.0.0.1:9", "token")
+    connection: Any = Outages(stores.connection)
+    store = TaskStore(connection)
     callbacks, settings = Callbacks(store, never_post), RolloutSettings(task_sweep_seconds=0.01)
-    sweeper = Sweeper("s", store, WorkStore(connection), sessions, callbacks, RolloutNumbers(store), settings)
+    sweeper = Sweeper("s", store, WorkStore(connection), NOTHING, callbacks, RolloutNumbers(store), settings)
     sweeping = asyncio.create_task(sweeper.run())
     try:
-        with caplog.at_level(logging.WARNING, "rollout.sweeper"):
+        with caplog.at_level(logging.WARNING, "proxy.tasks.sweeper"):
             for outages in (1, 2):
                 await connection.become(away=True)
                 assert [record.message for record in caplog.records] == ["the sweep of tasks waits: Redis is away"] * outages
@@ -80,31 +82,32 @@ async def test_an_outage_is_said_once_and_the_next_one_again(stores: Stores, cap
     finally:
         sweeping.cancel()
         await asyncio.wait([sweeping])
-        await sessions.close()
 
 
 async def test_a_session_that_the_service_will_never_close_keeps_no_rollout_from_its_end(
-    stores: Stores, caplog: pytest.LogCaptureFixture
+    stores: Stores, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node left it at that; a server in its place asked again and again."""
+
+    async def refuse(services: Any, session_id: str, *how: Any) -> None:
+        raise RequestError("never")
+
+    monkeypatch.setattr(closing, "close_session", refuse)
     await stores.submit()
     node = stores.node("a")
     taken = await node.must_take()
     await node.work.conclude(taken.attempt, WELL, time.time())
-    refusing = httpx.MockTransport(lambda request: httpx.Response(422, json={"error": {"message": "never"}}))
     callbacks, settings = Callbacks(stores.tasks, never_post), RolloutSettings(lost_node_seconds=0.001)
-    async with Sessions("http://service", "token", transport=refusing) as sessions:
-        sweeper = Sweeper("s", stores.tasks, stores.node("s").work, sessions, callbacks, RolloutNumbers(stores.tasks), settings)
-        await asyncio.sleep(0.01)
-        assert await sweeper.finish_lost() == 1
+    sweeper = Sweeper("s", stores.tasks, stores.node("s").work, NOTHING, callbacks, RolloutNumbers(stores.tasks), settings)
+    await asyncio.sleep(0.01)
+    assert await sweeper.finish_lost() == 1
     assert (await stores.rollout()).status == "completed"
-    assert (
-        "session t.0.1 cannot be closed and is left as it is: POST http://service/sessions/t.0.1/close: 422: never"
-        in caplog.text
-    )
+    assert "session t.0.1 cannot be closed and is left as it is: never" in caplog.text
 
 
-async def test_a_server_that_may_open_no_session_now_leaves_the_rollout_for_later(stores: Stores) -> None:
+async def test_a_server_that_may_open_no_session_now_leaves_the_rollout_for_later(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It waited half a minute for every such rollout, and sessions that it could have closed waited behind them."""
     await stores.submit(num_samples=3)
     node = stores.node("a")
@@ -113,15 +116,18 @@ async def test_a_server_that_may_open_no_session_now_leaves_the_rollout_for_late
     await stores.tasks.cancel("t", time.time())
     asked = Counter[str]()
 
-    def answer(request: httpx.Request) -> httpx.Response:
-        asked[request.url.path] += 1
-        if request.url.path == "/sessions":
-            return httpx.Response(429, headers={"retry-after": "0.1"}, json={"error": {"message": "trainers are behind"}})
-        return httpx.Response(200 if "t.0.1" in request.url.path else 404, json={"error": {"message": "no session"}})
+    async def close(services: Any, session_id: str, *how: Any) -> None:
+        asked[f"close {session_id}"] += 1
+        if session_id != "t.0.1":
+            raise NotFound("no session")
 
-    callbacks = Callbacks(stores.tasks, never_post)
-    async with Sessions("http://service", "token", transport=httpx.MockTransport(answer)) as sessions:
-        numbers = RolloutNumbers(stores.tasks)
-        sweeper = Sweeper("s", stores.tasks, stores.node("s").work, sessions, callbacks, numbers, RolloutSettings())
-        assert await sweeper.close_ended() == 3
-    assert (asked["/sessions/t.0.1/close"], asked["/sessions"]) == (1, 2)
+    async def hold_back(services: Any, body: Any, hung_up: Any) -> tuple[str, str]:
+        asked["open"] += 1
+        raise Backpressure("trainers are behind")
+
+    monkeypatch.setattr(closing, "close_session", close)
+    monkeypatch.setattr(members, "open_new", hold_back)
+    callbacks, numbers = Callbacks(stores.tasks, never_post), RolloutNumbers(stores.tasks)
+    sweeper = Sweeper("s", stores.tasks, stores.node("s").work, NOTHING, callbacks, numbers, RolloutSettings())
+    assert await sweeper.close_ended() == 3
+    assert (asked["close t.0.1"], asked["open"]) == (1, 2)

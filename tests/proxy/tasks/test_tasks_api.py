@@ -15,14 +15,13 @@ from typing import Any
 import httpx
 import pytest
 
-from cli.rollout_store import RolloutConnection
+from contract.attempts import AttemptId, Verdict
 from proxy.store.connection import StoreConnection
 from proxy.store.sessions import SessionStore
-from rollout.attempts import AttemptId, Verdict
+from proxy.store.tasks.tasks import TaskStore
+from proxy.tasks.sweeper import LONGEST_PAUSE_SECONDS, MOST_TRIES, draw_pause_seconds
 from rollout.course import close_member, open_member
 from rollout.sessions import OpenSession, Sessions
-from rollout.store.tasks import TaskStore
-from rollout.sweeper import LONGEST_PAUSE_SECONDS, MOST_TRIES, draw_pause_seconds
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.runtimes.rollout_stores import WELL, Stores
 from tests.support.service.redis_server import RedisServer, running_redis
@@ -51,7 +50,7 @@ def receiver() -> Iterator[ScriptedService]:
 @asynccontextmanager
 async def at(redis_server: RedisServer) -> AsyncIterator[Stores]:
     wire = StoreConnection(redis_server.url)
-    connection = RolloutConnection(wire)
+    connection = wire
     try:
         yield Stores(connection, TaskStore(connection))
     finally:

@@ -31,17 +31,13 @@ while the slot moves to another server of a cluster, Redis then refuses the scri
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
-from typing import Any, Protocol
 
+from proxy.store.connection import Script
 from rollout.task import Task
 
+PACKAGE = "proxy.store.tasks"
 BASE = "vb:{rollout}"
 DECLARED = (BASE, f"{BASE}:absent")
 """The keys that every script declares; `scripts/_rollout.lua` makes the other names from the first."""
@@ -82,44 +78,6 @@ def merge_queue(name: str) -> str:
     return re.sub(r"^\[(\d+)\.\d,", r"[\1,", name)
 
 
-Argument = bytes | str | int | float
-PRELUDE = "_rollout"
-
-
-@cache
-def load_scripts() -> Mapping[str, bytes]:
-    """The files of `scripts` by name. All at once: another install may take this one's place while the process runs."""
-    return {file.name: file.read_bytes() for file in (files("rollout.store") / "scripts").iterdir()}
-
-
-@dataclass(frozen=True, slots=True)
-class Script:
-    source: bytes
-    sha: str
-
-    @classmethod
-    @cache
-    def read(cls, name: str) -> Script:
-        """`scripts/<name>.lua` with the prelude, which only defines functions, before it."""
-        source = b"\n".join(load_scripts()[f"{part}.lua"] for part in (PRELUDE, name))
-        return cls(source, hashlib.sha1(source, usedforsecurity=False).hexdigest())
-
-
-class Connection(Protocol):
-    """The way to Redis, implemented by the service that mounts the rollout API. Both methods raise `rollout.store.base.StoreUnavailable`
-    for every failure of Redis. Commands may be sent more than once."""
-
-    timeout_seconds: float
-    """How long Redis may take to answer."""
-
-    async def run(self, script: Script, keys: Sequence[str], args: Sequence[Argument], *, durable: bool) -> Any:
-        """The script's answer. `durable`: only once as many replicas and disks as the service's settings ask for hold its writes."""
-
-    async def execute(self, *command: Argument, key: str | None = None) -> Any:
-        """The command's answer. `key` selects the server of a cluster; None: the first argument."""
-
-
-async def read_time(connection: Connection) -> float:
-    """Redis's time in epoch seconds, the only clock of leases and deadlines: those of nodes and servers differ."""
-    seconds, microseconds = await connection.execute("TIME", key=ARRIVALS)
-    return int(seconds) + int(microseconds) / 1e6
+def read_script(name: str) -> Script:
+    """`scripts/<name>.lua` behind the prelude."""
+    return Script.read(name, "_rollout", package=PACKAGE)

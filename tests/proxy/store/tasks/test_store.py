@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from rollout.attempts import AttemptId, Failure, FailureRecord, Superseded, Verdict
-from rollout.store import keys
-from rollout.store.base import NoSuchTask, Room, Taken, TaskConflict
+from contract.attempts import AttemptId, Failure, FailureRecord, Room, Superseded, TakenRollout, Verdict
+from proxy.errors import Conflict, NotFound
+from proxy.store.tasks import keys
 from rollout.task import EvaluatorSpec, Exec, HarnessSpec, Upload
 from tests.support.runtimes.rollout_stores import ROOM, WELL, Node, Stores, a_task, sized
 
@@ -20,7 +20,7 @@ RAN_OUT = 0.001
 BROKEN = FailureRecord(Failure.BAD_RUNTIME, "no image", "a log")
 
 
-async def lost(node: Node) -> Taken:
+async def lost(node: Node) -> TakenRollout:
     """What it takes of another that fell silent."""
     await asyncio.sleep(2 * RAN_OUT)
     return await node.must_take(RAN_OUT)
@@ -67,19 +67,19 @@ async def test_a_task_that_is_submitted_again_is_left_as_it_is(stores: Stores) -
     first, new = await stores.tasks.submit(a_task(num_samples=2), b"one", 1.0)
     again, anew = await stores.tasks.submit(a_task(num_samples=2), b"one", 2.0)
     assert new and not anew and again == first
-    with pytest.raises(TaskConflict, match="another body"):
+    with pytest.raises(Conflict, match="another body"):
         await stores.tasks.submit(a_task(num_samples=3), b"two", 3.0)
     assert len(await stores.tasks.load_rollouts("t")) == 2
 
 
 async def test_what_is_not_there_is_said_to_be_missing(stores: Stores) -> None:
-    with pytest.raises(NoSuchTask):
+    with pytest.raises(NotFound):
         await stores.tasks.load("x")
-    with pytest.raises(NoSuchTask):
+    with pytest.raises(NotFound):
         await stores.tasks.load_rollouts("x")
-    with pytest.raises(NoSuchTask):
+    with pytest.raises(NotFound):
         await stores.tasks.cancel("x", 1.0)
-    with pytest.raises(NoSuchTask):
+    with pytest.raises(NotFound):
         await anext(stores.tasks.watch_events("x"))
 
 
@@ -403,7 +403,7 @@ async def test_a_request_whose_answer_was_lost_takes_no_second_rollout(stores: S
     await stores.submit(num_samples=2)
     room = '{"labels":{},"runtimes":["local"],"cpus":4,"memory_mb":4096}'
     args = ("a", room, 30000, repr(time.time()), "token")
-    take = keys.Script.read("take")
+    take = keys.read_script("take")
     first = await stores.connection.run(take, keys.DECLARED, args, durable=True)
     again = await stores.connection.run(take, keys.DECLARED, args, durable=True)
     assert first == again
@@ -470,8 +470,8 @@ async def test_tasks_are_listed_newest_first_page_by_page(stores: Stores) -> Non
 async def test_a_page_of_tasks_of_a_rare_status_is_never_empty_before_the_end(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout.store.tasks.LOADED_AT_ONCE", 2)
-    monkeypatch.setattr("rollout.store.tasks.LOOKED_AT", 4)
+    monkeypatch.setattr("proxy.store.tasks.tasks.LOADED_AT_ONCE", 2)
+    monkeypatch.setattr("proxy.store.tasks.tasks.LOOKED_AT", 4)
     for number in range(12):
         await stores.submit(f"t{number}")
     await stores.tasks.cancel("t1", time.time())
@@ -512,7 +512,7 @@ async def test_ended_tasks_are_forgotten_once_nothing_is_left_to_do(stores: Stor
     for task, state in await stores.tasks.claim_unclosed(10, time.time()):
         await stores.tasks.mark_closed(task.task_id, state.index)
     assert await stores.tasks.forget(100.0, 10) == 1
-    with pytest.raises(NoSuchTask):
+    with pytest.raises(NotFound):
         await stores.tasks.load("done")
     page, _ = await stores.tasks.list_tasks(status=None, limit=10, cursor=None)
     assert [state.task.task_id for state in page] == ["open"]

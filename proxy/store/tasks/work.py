@@ -10,11 +10,13 @@ from typing import Any
 
 import msgspec
 
-from rollout.attempts import AttemptId, FailureRecord, Status, Superseded, Verdict
-from rollout.store import keys
-from rollout.store.base import NodeState, Room, Taken, decode, encode
-from rollout.store.keys import Argument, Connection, Script, read_time
-from rollout.store.tasks import REPORTED, parse_hash, parse_rollout
+from contract.attempts import AttemptId, FailureRecord, NodeState, Room, Status, Superseded, TakenRollout, Verdict
+from proxy.store.connection import Argument, StoreConnection
+from proxy.store.keys import pack_versioned
+from proxy.store.service import RedisClock
+from proxy.store.tasks import keys
+from proxy.store.tasks.tasks import REPORTED, parse_hash, parse_rollout
+from proxy.store.tasks.values import unpack_checked
 from rollout.task import Task
 
 BLOCK_SECONDS = 5.0
@@ -32,15 +34,16 @@ class WorkStore:
     Every step carries the name of the node that took the rollout: if Redis lost its last second and gave the same attempt to another
     node, this node's steps are refused."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: StoreConnection) -> None:
         self._redis = connection
+        self._clock = RedisClock(connection, keys.ARRIVALS)
         self._node = ""
         self._arrival: str | None = None
 
     async def now(self) -> float:
-        return await read_time(self._redis)
+        return await self._clock.now()
 
-    async def take(self, node: str, room: Room, lease_seconds: float, now: float) -> Taken | None:
+    async def take(self, node: str, room: Room, lease_seconds: float, now: float) -> TakenRollout | None:
         """The waiting rollout of the greatest priority that the node has room for, or one whose node was lost: silent for `lease_seconds`
         and for its own lease. None when there is none. Lost rollouts out of attempts, or whose task fails lost nodes, are ended."""
         self._node = node
@@ -52,7 +55,7 @@ class WorkStore:
         }
         return await self._take(node, json.dumps(wanted), lease_seconds, now)
 
-    async def recover(self, server: str, silent_seconds: float, now: float) -> Taken | None:
+    async def recover(self, server: str, silent_seconds: float, now: float) -> TakenRollout | None:
         """A rollout with a verdict that no node took over within `silent_seconds` of its node's last beat, to be finished here. Ends those
         out of attempts, or whose task fails lost nodes; the others keep waiting for a node."""
         return await self._take(server, "", silent_seconds, now)
@@ -74,7 +77,7 @@ class WorkStore:
     async def beat(self, state: NodeState, held: Sequence[AttemptId], now: float) -> list[AttemptId]:
         """Renews the leases. Returns those of `held` that the node no longer has and must stop."""
         named = [part for attempt in held for part in (attempt.task_id, attempt.index, attempt.attempt)]
-        lost = await self._run("beat", state.name, encode(state), repr(now), *named)
+        lost = await self._run("beat", state.name, pack_versioned(state), repr(now), *named)
         return [held[place] for place in lost]
 
     async def advance(self, attempt: AttemptId, status: Status, now: float, fields: Mapping[str, Any]) -> None:
@@ -88,7 +91,7 @@ class WorkStore:
         """Fixes the verdict. Raises `Superseded`."""
         reward = "" if verdict.reward is None else repr(float(verdict.reward))
         failure = verdict.failure.failure.value if verdict.failure else ""
-        rest = (repr(now), encode(verdict), verdict.status, int(verdict.usable), reward, failure)
+        rest = (repr(now), pack_versioned(verdict), verdict.status, int(verdict.usable), reward, failure)
         self._require(attempt, await self._step("conclude", attempt, *rest, durable=True))
 
     async def finish(self, attempt: AttemptId, now: float) -> None:
@@ -103,7 +106,7 @@ class WorkStore:
         attempts are used up; a `spared` attempt does not count. Raises `Superseded`."""
         if not retry:
             return False
-        record = (failure.failure.value, encode(failure), SHUN_SECONDS, int(spared))
+        record = (failure.failure.value, pack_versioned(failure), SHUN_SECONDS, int(spared))
         became = await self._step("give_up", attempt, repr(now), *record, durable=True)
         self._require(attempt, became != b"lost")
         return bool(became == b"again")
@@ -124,14 +127,14 @@ class WorkStore:
         """The node has ended and holds nothing."""
         await self._run("leave", node)
 
-    async def _take(self, node: str, room: str, lease_seconds: float, now: float) -> Taken | None:
+    async def _take(self, node: str, room: str, lease_seconds: float, now: float) -> TakenRollout | None:
         lease = max(1, int(lease_seconds * 1000))
         taken = await self._run("take", node, room, lease, repr(now), uuid.uuid4().hex, durable=True)
         if taken is None:
             return None
         task_id, index, attempt = taken[0].decode(), int(taken[1]), int(taken[2])
         state = parse_rollout(task_id, index, parse_hash(taken[5]))
-        return Taken(AttemptId(task_id, index, attempt), decode(taken[4], Task), state, bool(taken[3]))
+        return TakenRollout(AttemptId(task_id, index, attempt), unpack_checked(taken[4], Task), state, bool(taken[3]))
 
     async def _read_newest_arrival(self) -> str:
         entries = await self._redis.execute("XREVRANGE", keys.ARRIVALS, "+", "-", "COUNT", 1)
@@ -146,4 +149,4 @@ class WorkStore:
             raise Superseded(f"attempt {attempt.attempt} of rollout {attempt.index} of task {attempt.task_id} was superseded")
 
     async def _run(self, script: str, *args: Argument, durable: bool = False) -> Any:
-        return await self._redis.run(Script.read(script), keys.DECLARED, args, durable=durable)
+        return await self._redis.run(keys.read_script(script), keys.DECLARED, args, durable=durable, patient=durable)

@@ -9,11 +9,10 @@ from contextlib import contextmanager
 import pytest
 from redis.crc import key_slot
 
-from cli.rollout_store import RolloutConnection
+from proxy.errors import StoreUnavailable
 from proxy.store.connection import StoreConnection
-from rollout.store import keys
-from rollout.store.base import StoreUnavailable
-from rollout.store.tasks import TaskStore
+from proxy.store.tasks import keys
+from proxy.store.tasks.tasks import TaskStore
 from tests.support.runtimes.rollout_stores import WELL, Stores, a_task
 from tests.support.service.redis_server import RedisCluster, RedisServer, ask, running_cluster
 
@@ -51,7 +50,7 @@ def moving(cluster: RedisCluster) -> Iterator[list[bytes]]:
 
 async def test_scripts_wait_while_the_slot_moves_and_reads_do_not(cluster: RedisCluster) -> None:
     wire = StoreConnection(cluster.url, timeout_seconds=20.0)
-    connection = RolloutConnection(wire)
+    connection = wire
     stores = Stores(connection, TaskStore(connection))
     try:
         await stores.submit("old", num_samples=3)

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rollout.attempts import ENDED, RETRIED, AttemptId, Failure, FailureRecord, Superseded, Verdict
-from rollout.store import keys
-from rollout.store.base import Taken
-from rollout.store.tasks import parse_event
+from contract.attempts import ENDED, AttemptId, Failure, FailureRecord, Superseded, TakenRollout, Verdict
+from proxy.store.tasks import keys
+from proxy.store.tasks.tasks import parse_event
+from rollout.attempts import RETRIED
 from tests.support.runtimes.rollout_stores import ROOM, Node, Stores
 
 NODES = 8
@@ -44,7 +44,7 @@ class StressedNode:
     def __init__(self, name: str, world: World) -> None:
         self.node: Node = world.stores.node(name, ROOM)
         self.world = world
-        self.asleep: list[Taken] = []
+        self.asleep: list[TakenRollout] = []
 
     async def run(self) -> None:
         """Until nothing is left that anybody could take."""
@@ -63,7 +63,7 @@ class StressedNode:
         while self.asleep:
             await self.wake()
 
-    async def work(self, taken: Taken) -> None:
+    async def work(self, taken: TakenRollout) -> None:
         if taken.resumed:
             await self.told(self.node.work.finish(taken.attempt, time.time()))
             return
@@ -78,7 +78,7 @@ class StressedNode:
                 await self.node.beat(taken.attempt)
         await self.conclude(taken)
 
-    async def interrupted(self, taken: Taken, step: str) -> bool:
+    async def interrupted(self, taken: TakenRollout, step: str) -> bool:
         """Whether the rollout is out of its hands: it fell asleep over it, put it back or gave it up."""
         what = self.world.dice.random()
         where = (taken.attempt.task_id, taken.attempt.index)
@@ -99,7 +99,7 @@ class StressedNode:
             return True
         return False
 
-    async def conclude(self, taken: Taken, verdict: Verdict | None = None) -> None:
+    async def conclude(self, taken: TakenRollout, verdict: Verdict | None = None) -> None:
         dice = self.world.dice
         verdict = verdict or dice.choice([Verdict("completed", dice.random()), Verdict("failed"), Verdict("timeout", 0.0)])
         if not await self.told(self.node.work.conclude(taken.attempt, verdict, time.time())):

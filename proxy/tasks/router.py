@@ -11,33 +11,28 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
-from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict
 
-from rollout import attempts
-from rollout.store.base import Event, NoSuchTask, StoreUnavailable, TaskConflict
-from rollout.store.tasks import TaskStore
-from rollout.task import Fork
-from rollout.task_body import (
-    BadTask,
-    Known,
-    read_task,
-    render_rollout,
-    render_summary,
-    render_task,
-)
+from contract import attempts
+from proxy.api import forks
+from proxy.api.requests import JsonBody, json_response, require_admin, require_node
+from proxy.errors import NotFound, RequestError, StoreUnavailable
+from proxy.services import Services
+from proxy.store.tasks.tasks import TaskStore
+from proxy.store.tasks.values import Event
+from proxy.tasks.views import render_rollout, render_summary, render_task
+from rollout.task import Fork, Task, TaskBody
 
 log = logging.getLogger(__name__)
 
 CURSOR = r"^[0-9]{1,15}\z"
 EVENT_ID = re.compile(r"[0-9]{1,18}(-[0-9]{1,18})?\Z")
-RETRY_AFTER_SECONDS = 1
 KEEPALIVE = b": nothing new\n\n"
 MAX_QUEUED_EVENTS = 256
 """Events read ahead of a slow reader."""
@@ -196,42 +191,10 @@ class Nodes(Shape, json_schema_extra={"example": {"nodes": [], "queues": [QUEUE]
     queues: list[Queue]
 
 
-class TaskRoute(APIRoute):
-    """Maps this package's errors to the control API's error shape."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler = super().get_route_handler()
-
-        async def handle(request: Request) -> Response:
-            try:
-                return await handler(request)
-            except BadTask as error:
-                return _error(400, "bad_request", error.message, param=error.param)
-            except NoSuchTask as error:
-                return _error(404, "not_found", str(error))
-            except TaskConflict as error:
-                return _error(409, "conflict", str(error), param="task_id")
-            except StoreUnavailable as error:
-                return _error(503, "store_unavailable", str(error), headers={"retry-after": str(RETRY_AFTER_SECONDS)})
-
-        return handle
-
-
-def build_task_router(
-    store: TaskStore,
-    known: Known,
-    *,
-    admin: Callable[[Request], None],
-    node: Callable[[Request], None],
-    read_body: Callable[[Request], Awaitable[bytes]],
-    check_fork: Callable[[Fork], Awaitable[None]],
-    keepalive_seconds: float,
-    stopping: asyncio.Event,
-) -> APIRouter:
-    """`admin` and `node` raise for a caller without that role. `read_body` reads a request's body within the service's limits. `check_fork`
-    raises `BadTask` for a fork that cannot be opened. `stopping` is set when the process shuts down; it ends event streams."""
-    router = APIRouter(tags=["tasks"], route_class=TaskRoute, default_response_class=Response)
-    admins = [Depends(admin)]
+def build_task_router(store: TaskStore, read_task: Callable[[bytes], tuple[Task, bytes]], services: Services) -> APIRouter:
+    """`read_task` reads a checked task and its digest from the body of a submission, or raises RequestError."""
+    router = APIRouter(tags=["tasks"], default_response_class=Response)
+    admins, nodes = [Depends(require_admin)], [Depends(require_node)]
 
     @router.post(
         "/tasks",
@@ -244,15 +207,15 @@ def build_task_router(
         },
         openapi_extra={"requestBody": {"content": {"application/json": {"example": TASK}}}},
     )
-    async def submit_task(raw: bytes = Depends(read_body)) -> Response:
+    async def submit_task(raw: bytes = Depends(JsonBody(TaskBody).read_raw)) -> Response:
         """Its rollouts wait for nodes. A string for `harness`, `runtime` or `evaluator` stands for an object with that name. Submitting the
         same body under the same `task_id` again is 200 and changes nothing."""
-        task, digest = read_task(raw, known)
+        task, digest = read_task(raw)
         # What an earlier submission replays may be gone by now.
         if task.fork is not None and not await store.holds(task.task_id):
-            await check_fork(task.fork)
+            await check_fork(services, task.fork)
         state, new = await store.submit(task, digest, await store.now())
-        return _json(render_task(state), 201 if new else 200)
+        return json_response(render_task(state), 201 if new else 200)
 
     @router.get("/tasks", dependencies=admins, responses={200: {"model": TaskPage, "description": "a page"}})
     async def list_tasks(
@@ -262,12 +225,12 @@ def build_task_router(
     ) -> Response:
         """Newest first."""
         states, following = await store.list_tasks(status=status, limit=limit, cursor=cursor)
-        return _json({"tasks": [render_summary(state) for state in states], "cursor": following})
+        return json_response({"tasks": [render_summary(state) for state in states], "cursor": following})
 
     @router.get("/tasks/{task_id}", dependencies=admins, responses={200: {"model": TaskShape, "description": "the task"}})
     async def get_task(task_id: TaskId) -> Response:
         """Its current state, and what was submitted."""
-        return _json(render_task(await store.load(task_id)))
+        return json_response(render_task(await store.load(task_id)))
 
     @router.delete(
         "/tasks/{task_id}", dependencies=admins, responses={200: {"model": CancelledTask, "description": "cancelled"}}
@@ -276,14 +239,14 @@ def build_task_router(
         """Immediately and for good. Rollouts that have already ended keep their results."""
         ended = await store.cancel(task_id, await store.now())
         state = await store.load(task_id)
-        return _json(render_summary(state) | {"cancelled_now": [rollout.index for rollout in ended]})
+        return json_response(render_summary(state) | {"cancelled_now": [rollout.index for rollout in ended]})
 
     @router.get(
         "/tasks/{task_id}/rollouts", dependencies=admins, responses={200: {"model": RolloutPage, "description": "all of them"}}
     )
     async def list_rollouts(task_id: TaskId) -> Response:
         """Ordered by index."""
-        return _json({"rollouts": [render_rollout(state) for state in await store.load_rollouts(task_id)]})
+        return json_response({"rollouts": [render_rollout(state) for state in await store.load_rollouts(task_id)]})
 
     @router.get(
         "/tasks/{task_id}/events",
@@ -302,25 +265,25 @@ def build_task_router(
         if after and state.ended_at is not None and first is None:
             # 204 tells a reader that reconnects automatically to stop.
             return Response(status_code=204)
-        stream = stream_events(_as_lines(first, following), keepalive_seconds, stopping)
+        stream = stream_events(_as_lines(first, following), services.settings.keepalive_seconds, services.stopping)
         return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
-    @router.get("/nodes", dependencies=[Depends(node)], responses={200: {"model": Nodes, "description": "the nodes"}})
+    @router.get("/nodes", dependencies=nodes, responses={200: {"model": Nodes, "description": "the nodes"}})
     async def list_nodes() -> Response:
         """Nodes with their free capacity, and how many rollouts wait for which kind of node."""
         states, now = await store.list_nodes(), await store.now()
         found = [asdict(state) | {"silent_seconds": max(0.0, now - state.seen_at)} for state in states]
         waiting = [_queue_as_wire(name, count) for name, count in sorted((await store.count_waiting()).items())]
-        return _json({"nodes": found, "queues": waiting})
+        return json_response({"nodes": found, "queues": waiting})
 
     return router
 
 
 def _parse_last_event_id(request: Request) -> str | None:
-    """Raises `BadTask` for a malformed id."""
+    """Raises RequestError for a malformed id."""
     given = request.headers.get("last-event-id") or None
     if given is not None and not EVENT_ID.match(given):
-        raise BadTask(f"Last-Event-ID: {given!r} is not the id of an event", "Last-Event-ID")
+        raise RequestError(f"Last-Event-ID: {given!r} is not the id of an event", param="Last-Event-ID")
     return given
 
 
@@ -333,15 +296,12 @@ def _queue_as_wire(name: str, waiting: int) -> dict[str, Any]:
     return {**dict(needs), "waiting": waiting}
 
 
-def _json(content: Any, status: int = 200) -> Response:
-    return Response(json.dumps(content), status, media_type="application/json")
-
-
-def _error(
-    status: int, code: str, message: str, *, param: str | None = None, headers: dict[str, str] | None = None
-) -> Response:
-    error = {"code": code, "message": message} | ({} if param is None else {"param": param})
-    return Response(json.dumps({"error": error}), status, headers=headers, media_type="application/json")
+async def check_fork(services: Services, fork: Fork) -> None:
+    """Raises RequestError if no session can be opened that replays so."""
+    try:
+        await forks.check(services, fork.session_id, fork.until)
+    except RequestError as error:
+        raise RequestError(f"fork: {error.message}", param=(error.param or "fork").replace("replay", "fork")) from error
 
 
 # Server-sent events.
@@ -381,11 +341,11 @@ async def _read(lines: AsyncIterator[Line], queue: asyncio.Queue[Line | None]) -
     try:
         async for line in lines:
             await queue.put(line)
-    except NoSuchTask:
+    except NotFound:
         # Retention deleted it meanwhile.
         pass
     except StoreUnavailable as error:
-        log.warning("an event stream ends early: %s", error)
+        log.warning("an event stream ends early: %s", error.message)
     except Exception:
         log.exception("an event stream ends early")
     # Not in a finally: when the reader is gone, this task is cancelled, and with nothing emptying the queue `put` would block.

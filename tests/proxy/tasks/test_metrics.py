@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from rollout.metrics import RolloutNumbers
-from rollout.store.base import NodeState
+from contract.attempts import NodeState
+from proxy.tasks.metrics import RolloutNumbers
 from tests.support.runtimes.rollout_stores import Stores
 
 

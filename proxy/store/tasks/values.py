@@ -1,4 +1,4 @@
-"""The values that the store of tasks and rollouts exchanges, its errors, and the encoding of what it keeps.
+"""The values that the store of tasks and rollouts gives, and the encoding of what it keeps.
 
 Work is carried by Redis Streams: a waiting rollout is an entry of its queue's stream, and a node takes it as a member of the consumer
 group `nodes`. The entry stays pending with that node until the rollout ends; its idle time, which `beat` resets, is the lease. A node
@@ -8,28 +8,16 @@ policy.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeVar, cast
 
-import msgspec
 from pydantic import TypeAdapter, ValidationError
 
-from rollout.attempts import AttemptId, RolloutState, Status
+from contract.attempts import Status
+from proxy.store.keys import SCHEMA, StoredValueError, unpack
 from rollout.task import EvaluatorSpec, PrepareStep, Task, Upload
-
-
-class StoreUnavailable(Exception):
-    """Redis did not take the command. The message names the server, without credentials, and its error."""
-
-
-class TaskConflict(Exception):
-    """A task of that id exists with another body."""
-
-
-class NoSuchTask(Exception):
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,78 +64,21 @@ class Event:
     data: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """What a node can take now."""
-
-    labels: Mapping[str, str]
-    runtimes: frozenset[str]
-    """Kinds of runtime that it has."""
-    cpus: float
-    memory_mb: int
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """A rollout that this node took. `resumed`: another node had it in `concluding`; its verdict is `state.verdict`, and only its session
-    is left to close."""
-
-    attempt: AttemptId
-    task: Task
-    state: RolloutState
-    resumed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class NodeState:
-    """A node as in `GET /nodes`. `runtimes`: kinds that work there now. `seen_at`: its last beat. `draining`: it takes nothing
-    more."""
-
-    name: str
-    labels: Mapping[str, str]
-    runtimes: Sequence[str]
-    cpus: float
-    memory_mb: int
-    slots: Mapping[str, int] = field(default_factory=dict)
-    """Stage (prepare, ready, run, evaluate) -> how many rollouts may be in it."""
-    busy: Mapping[str, int] = field(default_factory=dict)
-    free_cpus: float = 0.0
-    free_memory_mb: int = 0
-    draining: bool = False
-    started_at: float = 0.0
-    seen_at: float = 0.0
-    lease_seconds: float = 0.0
-    """Silence after which it loses its rollouts; 0: use the reader's default."""
-
-
-# Stored values are msgpack behind a schema version. Fields that a later build adds have defaults, so that values without them can be
-# read; a value of another schema is refused instead of being half understood.
-
-SCHEMA = 1
 T = TypeVar("T")
 
 
-class DecodeError(Exception):
-    """A stored value that this build cannot read. The message has its type and the reason."""
-
-
-def encode(value: Any) -> bytes:
-    """`[schema, value]`. Raises OverflowError for an integer that needs more than 64 bits."""
-    return msgspec.msgpack.encode((SCHEMA, value))
-
-
-def decode(blob: bytes, kind: type[T]) -> T:
-    """Raises `DecodeError`."""
+def unpack_checked(blob: bytes, kind: type[T]) -> T:
+    """What `pack_versioned` packed; a field that it lacks has its default. Raises `StoredValueError`."""
+    schema, value = unpack(blob, tuple[int, Any])
+    if schema != SCHEMA:
+        raise StoredValueError(f"a stored {kind.__name__} has schema {schema}; this build reads {SCHEMA}")
     try:
-        schema, value = msgspec.msgpack.decode(blob, type=tuple[int, Any])
-        if schema != SCHEMA:
-            raise DecodeError(f"a stored {kind.__name__} has schema {schema}; this build reads {SCHEMA}")
         decoded: T = _reader(cast(Hashable, kind)).validate_python(
             value, strict=False, extra="ignore", by_alias=False, by_name=True
         )
-        return decoded
-    except (msgspec.MsgspecError, UnicodeDecodeError, ValidationError) as error:
-        raise DecodeError(f"a stored {kind.__name__} cannot be read: {error}") from error
+    except ValidationError as error:
+        raise StoredValueError(f"a stored {kind.__name__} cannot be read: {error}") from error
+    return decoded
 
 
 def outline(task: Task) -> Task:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from rollout.api import MAX_QUEUED_EVENTS, stream_events
+from proxy.tasks.router import MAX_QUEUED_EVENTS, stream_events
 
 SECONDS = 120.0
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rollout.store.tasks import TaskStore
+from proxy.store.tasks.tasks import TaskStore
 
 ALIVE_SECONDS = 60.0
 STAGES = ("prepare", "ready", "run", "evaluate")

@@ -1,0 +1,43 @@
+"""Tasks and rollouts as the control API shows them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from contract.attempts import RolloutState
+from proxy.store.tasks.values import TaskState
+from rollout.task import dump_outline
+
+
+def render_summary(state: TaskState) -> dict[str, Any]:
+    """A task in a list."""
+    task, counts = state.task, state.counts
+    return {
+        "task_id": task.task_id,
+        "status": state.status,
+        "instruction": task.instruction,
+        "harness": task.harness.name,
+        "num_samples": task.num_samples,
+        "priority": task.priority,
+        "rollouts": dict(counts.by_status),
+        "usable": counts.usable,
+        "lacks": state.lacks,
+        "created_at": state.created_at,
+        "ended_at": state.ended_at,
+        "callback": None if state.callback is None else asdict(state.callback),
+        "metadata": dict(task.metadata),
+    }
+
+
+def render_task(state: TaskState) -> dict[str, Any]:
+    """A task by itself: `task` is the body it was submitted with, defaults filled in, with lengths in place of uploads."""
+    return render_summary(state) | {"task": dump_outline(state.task)}
+
+
+def render_rollout(state: RolloutState) -> dict[str, Any]:
+    view = asdict(state)
+    del view["task_id"]
+    if state.verdict is not None:
+        view["verdict"]["usable"] = state.verdict.usable
+    return view
