@@ -13,7 +13,7 @@ from contract.attempts import AttemptId, Failure
 from rollout.attempts import RolloutFailed, runtime_name
 from rollout.evaluators import catalogue
 from rollout.evaluators.base import BadReward, Case, EvaluationFailed, EvaluationTimedOut, Run, Score, parse_score
-from rollout.evaluators.diff import name_of
+from rollout.evaluators.collected import name_of
 from rollout.logs import AttemptLogs
 from rollout.runtimes.base import Runtime, RuntimeFailed
 from rollout.runtimes.files import iterate_entries

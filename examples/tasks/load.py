@@ -51,8 +51,6 @@ def evaluator(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Kind and options, with the files of hidden/ among them."""
     kind = options.pop("kind")
     hidden = {path.name: path.read_text(encoding="utf-8") for path in sorted((folder / "hidden").iterdir()) if path.is_file()}
-    if kind == "diff":
-        return {"kind": kind, "options": {**options, "files": hidden}}
     if kind == "pytest":
         hidden["run_tests.py"] = (FOLDER / "run_tests.py").read_text(encoding="utf-8")
         options = {"command": f"python3 {HIDDEN}/run_tests.py {REPORT}", "report": REPORT, **options}

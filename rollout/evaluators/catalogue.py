@@ -11,7 +11,6 @@ from rollout.evaluators.base import BadEvaluator, Evaluator
 
 _BUILT_IN = {
     "command": "rollout.evaluators.command:CommandEvaluator",
-    "diff": "rollout.evaluators.diff:DiffEvaluator",
     "harbor": "rollout.evaluators.harbor:HarborEvaluator",
     "http": "rollout.evaluators.http:HttpEvaluator",
     "llm_judge": "rollout.evaluators.llm_judge:LlmJudge",

@@ -41,7 +41,7 @@ from rollout.evaluators.command import (
     run_command,
     score_timeout,
 )
-from rollout.evaluators.diff import collect
+from rollout.evaluators.collected import collect
 from rollout.runtimes.base import Executed
 from rollout.task import EvaluatorSpec, Network, Task
 

@@ -32,7 +32,7 @@ from rollout.evaluators.base import (
     whole,
 )
 from rollout.evaluators.command import require_runtime
-from rollout.evaluators.diff import BOUND_BYTES
+from rollout.evaluators.collected import BOUND_BYTES
 from rollout.task import EvaluatorSpec, Task
 
 TOKEN_PREFIX = "VERBATIM_EVALUATOR_"

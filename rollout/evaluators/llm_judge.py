@@ -30,7 +30,7 @@ from rollout.evaluators.base import (
     whole,
 )
 from rollout.evaluators.command import describe_end, require_runtime
-from rollout.evaluators.diff import collect
+from rollout.evaluators.collected import collect
 from rollout.task import EvaluatorSpec, Task
 
 SHOWN = ("last_message", "output", "diff")

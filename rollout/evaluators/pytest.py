@@ -28,7 +28,7 @@ from rollout.evaluators.command import (
     run_command,
     score_timeout,
 )
-from rollout.evaluators.diff import Collected, collect
+from rollout.evaluators.collected import Collected, collect
 from rollout.runtimes.base import Executed
 from rollout.task import EvaluatorSpec, Task
 

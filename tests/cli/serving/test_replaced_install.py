@@ -17,7 +17,7 @@ EVALUATORS = {
     "command": {"command": "true"},
     "http": {"url": "http://127.0.0.1:9/judge"},
     "python": {"entry": "json:loads"},
-    "diff": {"absent": ["left.txt"]},
+    "pytest": {"report": "report.xml"},
 }
 
 

@@ -55,7 +55,7 @@ def test_every_kind_is_named_as_it_is_listed(name: str) -> None:
 
 
 def test_an_unknown_kind_is_refused_with_those_there_are() -> None:
-    with pytest.raises(BadEvaluator, match=r"no evaluator 'comand': choose one of command, diff, .*pytest"):
+    with pytest.raises(BadEvaluator, match=r"no evaluator 'comand': choose one of command, harbor, .*pytest"):
         catalogue.load("comand")
 
 

@@ -23,7 +23,7 @@ from tests.support.runtimes.plain_runtime import PlainRuntime
 from tests.support.runtimes.swebench_instance import FIXED, make_instance
 
 HERE = __name__
-ALL = ["command", "diff", "harbor", "http", "llm_judge", "pytest", "python", "swebench"]
+ALL = ["command", "harbor", "http", "llm_judge", "pytest", "python", "swebench"]
 DOCS = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
 STAND_INS = ("/testbed", "/agent-result", "/tests", "/logs")
 JUDGED = {"rubric": "r", "model": "m", "show": "diff", "diff_command": "cat diff"}
@@ -78,7 +78,7 @@ class Setup:
     runtime: PlainRuntime
     good: dict[str, Any]
     none: dict[str, Any] | None
-    hanging: dict[str, Any] | None
+    hanging: dict[str, Any]
 
 
 async def set_up(name: str, folder: Path, url: str) -> Setup:
@@ -105,7 +105,7 @@ async def set_up(name: str, folder: Path, url: str) -> Setup:
         "swebench": {**none["swebench"], "instance": {**none["swebench"]["instance"], "eval_script": "sleep 600"}},
         **dict.fromkeys(("http", "python", "llm_judge"), good),
     }
-    return Setup(runtime, good, none.get(name), hanging.get(name))
+    return Setup(runtime, good, none.get(name), hanging[name])
 
 
 def good_options(name: str, folder: Path, url: str) -> dict[str, Any]:
@@ -117,7 +117,6 @@ def good_options(name: str, folder: Path, url: str) -> dict[str, Any]:
     report = '<testsuite><testcase name="a"/></testsuite>'
     options: dict[str, dict[str, Any]] = {
         "command": {"command": "true"},
-        "diff": {"files": {"diff": "changed\n"}},
         "harbor": {"tests": {"test.sh": "echo 1 > /logs/verifier/reward.txt"}},
         "http": {"url": url, "files": ["diff"]},
         "llm_judge": {**JUDGED, "maximum": 1},
@@ -191,7 +190,7 @@ async def test_what_is_refused_at_submission_is_a_failure_on_a_node(name: str, t
     assert not said.asked.is_set()
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name not in ("diff", "llm_judge")])
+@pytest.mark.parametrize("name", [name for name in ALL if name != "llm_judge"])
 async def test_what_is_no_reward_is_never_zero(name: str, tmp_path: Path, url: str, said: Said) -> None:
     said.reward = float("nan")
     setup = await set_up(name, tmp_path, url)
@@ -215,17 +214,16 @@ class Broken(PlainRuntime):
 @pytest.mark.parametrize("name", ALL)
 async def test_a_runtime_that_breaks_is_no_fault_of_the_evaluator(name: str, tmp_path: Path, url: str, said: Said) -> None:
     setup = await set_up(name, tmp_path, url)
-    broken = Setup(Broken(tmp_path), setup.good, None, None)
+    broken = Setup(Broken(tmp_path), setup.good, None, {})
     with pytest.raises(RuntimeFailed, match="gone"):
         await load(name).evaluate(case(name, broken, setup.good, tmp_path, said))
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name != "diff"])
+@pytest.mark.parametrize("name", ALL)
 async def test_an_evaluation_ends_where_it_is_stopped(name: str, tmp_path: Path, url: str, said: Said) -> None:
     """Kinds that ask somebody are stopped while they wait for the answer, the others while their command runs."""
     said.reward = None
     setup = await set_up(name, tmp_path, url)
-    assert setup.hanging is not None
     evaluation = asyncio.ensure_future(load(name).evaluate(case(name, setup, setup.hanging, tmp_path, said)))
     if name in ("http", "python", "llm_judge"):
         await said.asked.wait()

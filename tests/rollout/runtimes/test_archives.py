@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollout.evaluators.base import EvaluationFailed
-from rollout.evaluators.diff import _read_archive
+from rollout.evaluators.collected import _read_archive
 from rollout.runtimes import files
 from rollout.runtimes.base import RuntimeFailed
 from rollout.runtimes.files import HEADER_BYTES, check_archive

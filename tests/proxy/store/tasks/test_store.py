@@ -52,7 +52,7 @@ async def test_what_was_submitted_comes_back_whole(stores: Stores) -> None:
     uploads = (Upload("a", b"\x00\xff"), Exec("make", retries=2), Upload("b", source="http://x/y.tar", unpack=True))
     task = a_task(
         prepare=uploads,
-        evaluator=EvaluatorSpec("diff", {"files": {"a": "b", "n": 1}}, prepare=(Exec("true"), Upload("c", b"1"))),
+        evaluator=EvaluatorSpec("http", {"files": {"a": "b", "n": 1}}, prepare=(Exec("true"), Upload("c", b"1"))),
         harness=HarnessSpec("pi", skills=(Upload("s", b"tar"),)),
         metadata={"nested": [1, None, {"x": 2.5}]},
     )
