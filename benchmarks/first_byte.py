@@ -41,8 +41,8 @@ from benchmarks.nginx import passing
 from benchmarks.processes import machine, redis_server, request, serving
 from benchmarks.results import Grid
 from examples.demo.tiny_model import make_tiny_model
+from examples.vllm_server import VllmServer, free_port, make_one_process_env, vllm_command
 from proxy.engine.apis.vllm_reply import GENERATE
-from proxy.engine.in_vllm.launch import VllmServer, free_port, make_one_process_env, vllm_command
 
 TOKENS = 16
 WARM_UP_ROUNDS = 15

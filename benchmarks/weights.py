@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 from benchmarks.processes import redis_server, request, serving
 from benchmarks.results import Grid, main, number, progress, spread
 from examples.demo.tiny_model import make_tiny_model
-from proxy.engine.in_vllm.launch import VllmServer, free_port, vllm_command
+from examples.vllm_server import VllmServer, free_port, vllm_command
 
 MODES = ("keep", "wait", "abort")
 TOKENS = 160

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from examples.demo.plan import Plan
 from examples.demo.processes import Child
-from proxy.engine.in_vllm.launch import free_port, make_one_process_env, vllm_command
+from examples.vllm_server import free_port, make_one_process_env, vllm_command
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ from examples.pretrained.curves import RESULTS
 from examples.pretrained.demonstrations import ATTEMPTS, write_demonstrations, write_exercises
 from examples.pretrained.journal import Journal
 from examples.pretrained.varied import draw_varied
-from proxy.engine.in_vllm.launch import free_port, make_one_process_env, vllm_command
+from examples.vllm_server import free_port, make_one_process_env, vllm_command
 
 AT_ONCE = 4
 

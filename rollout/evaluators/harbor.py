@@ -30,6 +30,7 @@ from rollout.evaluators.base import (
     parse_reward_text,
     shorten,
 )
+from rollout.evaluators.collected import collect
 from rollout.evaluators.command import (
     GradingCommand,
     check_removable,
@@ -41,7 +42,6 @@ from rollout.evaluators.command import (
     run_command,
     score_timeout,
 )
-from rollout.evaluators.collected import collect
 from rollout.runtimes.base import Executed
 from rollout.task import EvaluatorSpec, Network, Task
 

@@ -31,8 +31,8 @@ from rollout.evaluators.base import (
     parse_score,
     whole,
 )
-from rollout.evaluators.command import require_runtime
 from rollout.evaluators.collected import BOUND_BYTES
+from rollout.evaluators.command import require_runtime
 from rollout.task import EvaluatorSpec, Task
 
 TOKEN_PREFIX = "VERBATIM_EVALUATOR_"

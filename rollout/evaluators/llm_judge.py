@@ -29,8 +29,8 @@ from rollout.evaluators.base import (
     shorten,
     whole,
 )
-from rollout.evaluators.command import describe_end, require_runtime
 from rollout.evaluators.collected import collect
+from rollout.evaluators.command import describe_end, require_runtime
 from rollout.task import EvaluatorSpec, Task
 
 SHOWN = ("last_message", "output", "diff")

@@ -17,6 +17,7 @@ from xml.etree.ElementTree import Element, ParseError, TreeBuilder, XMLParser
 from pydantic import AfterValidator
 
 from rollout.evaluators.base import Argv, Case, EvaluationFailed, EvaluationTimedOut, Score, Texts, shorten
+from rollout.evaluators.collected import Collected, collect
 from rollout.evaluators.command import (
     GradingCommand,
     RunOptions,
@@ -28,7 +29,6 @@ from rollout.evaluators.command import (
     run_command,
     score_timeout,
 )
-from rollout.evaluators.collected import Collected, collect
 from rollout.runtimes.base import Executed
 from rollout.task import EvaluatorSpec, Task
 

@@ -21,7 +21,7 @@ from typer.main import get_command
 from cli.main import app
 from cli.serving import workers
 from cli.serving.server import CUT_SECONDS
-from proxy.engine.in_vllm.launch import vllm_command
+from examples.vllm_server import vllm_command
 from proxy.store import embedded
 from rollout.node import STOP_SECONDS
 from tests import ROOT

@@ -13,8 +13,8 @@ import httpx
 import yaml
 from lupa import LuaRuntime
 
+from examples.vllm_server import vllm_command
 from proxy.auth import mint_key
-from proxy.engine.in_vllm.launch import vllm_command
 from proxy.metrics import Metrics
 from tests.support.documents.helm_chart import CHART, MATRIX, rendered, the
 from tests.support.machine import require

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import trainer_client
-from proxy.engine.in_vllm.launch import vllm_command
+from examples.vllm_server import vllm_command
 from tests import ROOT
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.verbatim_process import ADMIN, TRAINER, Serving, wait_until

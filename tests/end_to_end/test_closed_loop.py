@@ -19,8 +19,8 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from examples.vllm_server import VllmServer
 from proxy.engine.in_vllm.frames import SAMPLE
-from proxy.engine.in_vllm.launch import VllmServer
 from reconstruct.records import RAW, UNKNOWN_MODE, ModeSpan, Span, pack_ids, pack_logprobs
 from reconstruct.trajectory import Trajectory
 from tests.support.engine.forked_vllm import run_beside_vllm

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.engine.in_vllm.launch import VllmServer
+from examples.vllm_server import VllmServer
 from tests.end_to_end.test_closed_loop import PLAIN, TOOLS, Session, assert_true, balanced, never, opened, tool_turns
 from tests.support.engine.local_format import TEMPLATE, require_renderers
 from tests.support.service.verbatim_process import Serving, wait_until

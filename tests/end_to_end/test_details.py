@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from proxy.engine.in_vllm.launch import VllmServer
+from examples.vllm_server import VllmServer
 from reconstruct.trajectory import Trajectory
 from tests.support.engine.recording_relay import RecordingRelay
 from tests.support.engine.vllm_server import running_vllm

@@ -19,7 +19,7 @@ import httpx
 import pytest
 from openai import APIError
 
-from proxy.engine.in_vllm.launch import VllmServer, free_port, vllm_command
+from examples.vllm_server import VllmServer, free_port, vllm_command
 from proxy.engine.pool.membership import replica_at
 from proxy.engine.pool.seats import rank_replicas
 from tests.end_to_end.test_closed_loop import read_metric

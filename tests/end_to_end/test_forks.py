@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from proxy.engine.in_vllm.launch import VllmServer
+from examples.vllm_server import VllmServer
 from tests.end_to_end.test_closed_loop import assert_true, balanced, row_of
 from tests.support.service.verbatim_process import Serving, wait_until
 

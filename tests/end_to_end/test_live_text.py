@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from examples.vllm_server import VllmServer
 from proxy.dialects.base import Request
 from proxy.engine.apis.base import SamplingJob
 from proxy.engine.apis.reply import Assembly, plain_message
 from proxy.engine.apis.vllm_reply import LiveText, Parser
-from proxy.engine.in_vllm.launch import VllmServer
 from proxy.engine.pool.pool import EnginePool
 from proxy.engine.replica import Replica
 from proxy.engine.wire.http import EngineHttp

@@ -52,7 +52,7 @@ def engine(tiny_model: Path, tmp_path: Path) -> Iterator[str]:
 
 async def test_a_trainers_weights_arrive_over_nccl(engine: str, redis_url: str, tmp_path: Path) -> None:
     from examples.demo.tiny_model import make_tiny_model
-    from proxy.engine.in_vllm.launch import free_port
+    from examples.vllm_server import free_port
 
     assert shutil.which("nvidia-smi")
     checkpoints = [make_tiny_model(tmp_path / f"seed{seed}", seed=seed) for seed in (1, 2)]

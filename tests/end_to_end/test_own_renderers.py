@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from proxy.engine.in_vllm.launch import VllmServer
+from examples.vllm_server import VllmServer
 from tests.support.engine.vllm_server import require_vllm, running_vllm
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session

@@ -18,9 +18,9 @@ import numpy as np
 import openai
 import pytest
 
+from examples.vllm_server import VllmServer
 from proxy.engine.apis.evidence import START
 from proxy.engine.in_vllm.frames import ROUTE, SAMPLE
-from proxy.engine.in_vllm.launch import VllmServer
 from tests.end_to_end.test_closed_loop import read_metric, sampled, wait_until_it_samples
 from tests.support.engine.recording_relay import GENERATE, RecordingRelay
 from tests.support.engine.routers import running_router

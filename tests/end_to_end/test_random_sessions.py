@@ -18,7 +18,7 @@ import httpx
 import numpy as np
 import pytest
 
-from proxy.engine.in_vllm.launch import VllmServer
+from examples.vllm_server import VllmServer
 from reconstruct.trajectory import Trajectory
 from tests.end_to_end.test_closed_loop import TOLERANCE, load, row_of
 from tests.support.engine.recording_relay import Choice, RecordingRelay

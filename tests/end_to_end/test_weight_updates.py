@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from proxy.engine.in_vllm.launch import VllmServer
+from examples.vllm_server import VllmServer
 from proxy.engine.weights.vllm import Claim, Claimed, StepRefused, Transfer, WeightApi
 from proxy.errors import Conflict, EngineFailed, RequestError
 from proxy.store.service import WeightState, WeightStore

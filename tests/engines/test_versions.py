@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from proxy.engine.in_vllm.launch import VllmServer
+from examples.vllm_server import VllmServer
 from tests.end_to_end.test_closed_loop import PLAIN, TOOLS, tool_turns
 from tests.end_to_end.test_engines import states
 from tests.support.documents.engine_versions import Run, record

@@ -21,10 +21,10 @@ from typer.main import get_command
 from cli.main import app
 from cli.rollout_service import KNOWN, add_rollouts
 from cli.serving.server import CUT_SECONDS, listen
+from examples.vllm_server import Device, vllm_command
 from proxy.app import create_app
 from proxy.call.http import Routes
 from proxy.dialects.catalogue import dialects
-from proxy.engine.in_vllm.launch import Device, vllm_command
 from proxy.engine.pool.membership import parse_engine
 from proxy.metrics import EngineNumbers, Metrics
 from proxy.settings import Settings

@@ -22,7 +22,7 @@ from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
-from proxy.engine.in_vllm.launch import VllmServer, make_one_process_env
+from examples.vllm_server import VllmServer, make_one_process_env
 from tests.support.engine.without_torchvision import serve_without_torchvision
 from tests.support.service.forked import Forked, await_order
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from proxy.engine.in_vllm.launch import VllmServer, free_port, make_one_process_env, vllm_command
+from examples.vllm_server import VllmServer, free_port, make_one_process_env, vllm_command
 from proxy.engine.replica import Replica
 from tests import ROOT
 

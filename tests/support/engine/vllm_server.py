@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.engine.in_vllm.launch import VllmServer, vllm_command
+from examples.vllm_server import VllmServer, vllm_command
 from tests.support.engine.forked_vllm import ForkedVllmServer
 from tests.support.machine import unavailable
 from tests.support.service.redis_server import free_port

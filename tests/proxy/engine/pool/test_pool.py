@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from proxy.engine.in_vllm.launch import free_port
+from examples.vllm_server import free_port
 from proxy.engine.pool.pool import EnginePool
 from proxy.engine.replica import Replica
 from proxy.errors import Conflict, EngineUnavailable, RequestError

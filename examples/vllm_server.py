@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal
 
+ROOT = Path(__file__).resolve().parents[1]
 Device = Literal["cpu", "gpu"]
 
 _PORTS = range(30_000, 32_768)
@@ -65,14 +66,12 @@ def vllm_command(
 
 
 def _environment(device: Device) -> dict[str, str]:
-    root = Path(__file__).resolve().parents[3]
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     # Once set, it names all of vLLM's plugins that are loaded.
     plugins = os.environ.get("VLLM_PLUGINS", "").split(",")
     env["VLLM_PLUGINS"] = ",".join(filter(None, dict.fromkeys([*plugins, "verbatim"])))
-    if (root / "pyproject.toml").is_file():
-        # In a source tree vLLM's workers need the path to the backend; an installed package they find.
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    # vLLM's workers need the path to the backend.
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     if device == "cpu":
         # Otherwise the first call with logprobs compiles for up to 25 seconds.
         env |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
