@@ -31,20 +31,13 @@ from examples.demo.trainer import (
     leased,
     write,
 )
+from examples.pivots.entropy import mean_entropy, modulate, turn_entropy
+from examples.pivots.forks import branch_gains, find_uncertain, vine
+from examples.pivots.turns import Turns, turns_of
 from examples.tasks_loop.tasks import task, task_id
 from examples.tasks_loop.trainer import Tasks, connected
 from trainer_client import Batch
-from trainer_client.advantages import (
-    Turns,
-    branch_gains,
-    find_uncertain,
-    grpo,
-    mean_entropy,
-    modulate,
-    turn_entropy,
-    turns_of,
-    vine,
-)
+from trainer_client.advantages import grpo
 
 FIRST_TOKENS = 20
 """Of a reply, over which its entropy is taken."""

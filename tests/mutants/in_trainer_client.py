@@ -74,18 +74,6 @@ FAULTS = (
         _ADVANTAGES,
     ),
     Fault(
-        "A turn is credited with what came before it instead of what comes after.",
-        "    for turn in range(len(turns.row) - 1, -1, -1):\n        rollout = rollouts[turn]\n",
-        "    for turn in range(len(turns.row)):\n        rollout = rollouts[turn]\n",
-        "tests/trainer_client/test_turn_credit.py",
-    ),
-    Fault(
-        "A turn is credited with what was gained before it instead of afterwards.",
-        "    for turn in range(len(turns.row) - 1, -1, -1):\n        row = int(turns.row[turn])\n",
-        "    for turn in range(len(turns.row)):\n        row = int(turns.row[turn])\n",
-        "tests/trainer_client/test_fork_credit.py",
-    ),
-    Fault(
         "Importance ratios are upside down.",
         "    return np.asarray(ours - theirs, dtype=np.float64)\n",
         "    return np.asarray(theirs - ours, dtype=np.float64)\n",

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from examples.pivots.forks import vine
+from examples.pivots.turns import turns_of
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.running_service import TRAINER, RunningService, Session
-from trainer_client.advantages import dr_grpo, grpo, leave_one_out, turns_of, vine
+from trainer_client.advantages import dr_grpo, grpo, leave_one_out
 from trainer_client.batch import Batch
 from trainer_client.client import TrainerClient
 

@@ -14,20 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.pivots.forks import Vine, branch_gains, find_first_failure, find_uncertain, vine
+from examples.pivots.turns import find_failed, turns_of
 from reconstruct.media import Media
 from reconstruct.records import pack_ids, pack_logprobs
 from reconstruct.trajectory import Trajectory
 from reconstruct.values import estimate
 from tests.support.sessions.training_rows import groups, trajectory
-from trainer_client.advantages import (
-    Vine,
-    branch_gains,
-    find_failed,
-    find_first_failure,
-    find_uncertain,
-    turns_of,
-    vine,
-)
 from trainer_client.batch import Batch
 
 Ids = tuple[int, ...]

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from examples.pivots.turns import purify, turn_level, turn_returns, turns_of
 from reconstruct.records import pack_ids, pack_logprobs
 from reconstruct.trajectory import Trajectory
 from tests.support.sessions.training_rows import groups, trajectory
-from trainer_client.advantages import dr_grpo, purify, reinforce, turn_level, turn_returns, turns_of
+from trainer_client.advantages import dr_grpo, reinforce
 from trainer_client.batch import Batch
 from trainer_client.importance import masked_weights, truncated_weights
 

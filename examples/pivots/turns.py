@@ -26,9 +26,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from reconstruct.trajectory import Trajectory
-from trainer_client.advantages.outcome import Advantages, Estimator, grpo, number_pairs
-from trainer_client.arrays import PackedBatch, PaddedBatch
-from trainer_client.tree import TreeBatch
+from trainer_client import PackedBatch, PaddedBatch, TreeBatch
+from trainer_client.advantages import Advantages, Estimator, grpo, number_pairs
 
 
 @dataclass(frozen=True, slots=True, eq=False)

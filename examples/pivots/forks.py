@@ -26,11 +26,11 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from examples.pivots.turns import Turns
 from reconstruct.media import Media, overlapping
 from reconstruct.trajectory import Trajectory
 from reconstruct.values import Value, estimate
-from trainer_client.advantages.outcome import Advantages, RolloutIndex
-from trainer_client.advantages.turns import Turns
+from trainer_client.advantages import Advantages, RolloutIndex
 
 Floats = NDArray[np.float64]
 State = tuple[str, bytes, tuple[Media, ...]]

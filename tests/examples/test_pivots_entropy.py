@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.pivots.entropy import mean_entropy, modulate, turn_entropy
+from examples.pivots.turns import turns_of
 from reconstruct.records import pack_ids, pack_logprobs
 from reconstruct.trajectory import RowDetails, Trajectory
 from tests.support.sessions.training_rows import trajectory
-from trainer_client.advantages import mean_entropy, modulate, turn_entropy, turns_of
 
 
 def talk(details: RowDetails | None = None) -> Trajectory:

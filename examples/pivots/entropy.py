@@ -17,9 +17,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from examples.pivots.turns import Turns
 from reconstruct.trajectory import Trajectory
-from trainer_client.advantages.outcome import Advantages
-from trainer_client.advantages.turns import Turns
+from trainer_client.advantages import Advantages
 
 Floats = NDArray[np.float64]
 Estimate = Literal["sampled", "top"]
