@@ -347,6 +347,7 @@ def test_a_fork_of_a_session_is_its_task_again(fresh: RunningService, tmp_path: 
     assert refused.returncode == 1 and "session alone is of no task" in refused.stderr
 
 
+@pytest.mark.case(92)
 def test_a_fork_that_cannot_be_is_no_task(fresh: RunningService) -> None:
     submit(fresh, task_id="t")
     fresh.request("POST", "/sessions", json={"session_id": "t.0.1", "task_id": "t"})

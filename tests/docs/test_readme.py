@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 import trainer_client
 from examples.vllm_server import vllm_command
 from tests import ROOT
+from tests.support.documents import cases
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.verbatim_process import ADMIN, TRAINER, Serving, wait_until
 from trainer_client import TrainerClient
@@ -39,14 +40,23 @@ def test_the_tests_that_the_promises_name_exist() -> None:
     assert [name for name in sorted(named) if not (ROOT / "tests" / name).is_file()] == []
 
 
-def test_the_tests_that_a_case_names_exist() -> None:
-    cases = [line for line in text("tests/README.md").splitlines() if line.startswith("| ") and "| case |" not in line]
-    assert len(cases) > 60
-    for case in cases:
-        named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", case)
-        assert named, case
-        for file, name in named:
-            assert re.search(rf"^(async )?def {name}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), name
+def test_each_case_names_the_tests_that_bear_its_number() -> None:
+    page, tests = text("tests/README.md"), cases.find_tests()
+    assert len(tests) > 60
+    assert cases.write(page, tests) == page, cases.COMMAND
+
+
+@pytest.mark.parametrize(
+    ("page", "tests"),
+    [
+        ("| 1 | A case | |", {}),
+        ("| 1 | A case | |", {1: ["a"], 2: ["b"]}),
+        ("| 1 | A case | |\n| 1 | Another | |", {1: ["a"]}),
+    ],
+)
+def test_a_case_without_tests_and_a_mark_without_a_case_are_refused(page: str, tests: dict[int, list[str]]) -> None:
+    with pytest.raises(ValueError, match="missing, or there are two"):
+        cases.write(page, tests)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

@@ -254,6 +254,7 @@ def test_every_row_of_a_conversation_has_the_logprobs_that_its_context_gives(
     assert_true(rows, tiny_model)
 
 
+@pytest.mark.case(36)
 def test_one_row_per_call_trains_the_same_tokens(opened: Callable[..., Session], serving: Serving, tiny_model: Path) -> None:
     session = opened(serving)
     tool_turns(session, 3)
@@ -263,6 +264,7 @@ def test_one_row_per_call_trains_the_same_tokens(opened: Callable[..., Session],
     assert_true(rows, tiny_model)
 
 
+@pytest.mark.case(10)
 def test_a_streamed_call_records_what_the_unstreamed_one_does(opened: Callable[..., Session], serving: Serving) -> None:
     messages = [{"role": "user", "content": "Say something."}]
     whole, streamed = opened(serving), opened(serving)
@@ -308,6 +310,7 @@ def test_logprobs_reach_the_harness_only_when_it_asks_and_the_store_always(
     assert session.calls[0]["logprobs"] == session.calls[1]["logprobs"]
 
 
+@pytest.mark.case(7)
 def test_a_new_user_turn_drops_the_thinking_and_branches_and_both_rows_are_true(
     opened: Callable[..., Session], serving: Serving, tiny_model: Path
 ) -> None:
@@ -554,6 +557,7 @@ def test_an_audit_shows_the_tree_and_the_accounting_and_finds_logprobs_of_other_
     assert "a logprob is off by" in " ".join(false.stderr.split())
 
 
+@pytest.mark.case(49)
 def test_new_weights_reach_the_engine_in_mid_reply_and_every_token_knows_its_own(
     opened: Callable[..., Session],
     serving: Serving,

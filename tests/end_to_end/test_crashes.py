@@ -30,6 +30,7 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.mark.case(43)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("setup", "rounds"), [(shared, 10), (embedded, 5)])
 def test_every_promise_holds_after_kills_of_every_process_at_random_moments(

@@ -168,6 +168,7 @@ def reaching(path: str, vllm: VllmServer, redis_server: RedisServer) -> Iterator
         yield service
 
 
+@pytest.mark.case(64)
 @pytest.mark.parametrize("path", ["plugin", "routes", "chat"])
 def test_only_a_grammar_bends_raw_logprobs_and_whatever_bends_the_choice_is_noted(
     vllm_server: VllmServer, redis_server: RedisServer, model: Any, path: str

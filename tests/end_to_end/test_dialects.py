@@ -92,6 +92,7 @@ def by_gemini(urls: dict[str, str], key: str) -> None:
                 assert list(chat.send_message_stream(question))
 
 
+@pytest.mark.case(37)
 @pytest.mark.parametrize("converse", [by_chat, by_completions, by_responses, by_messages, by_gemini])
 def test_three_turns_through_a_vendors_sdk_are_recorded_as_they_were_sampled(
     serving: Serving, tiny_model: Path, converse: Callable[[dict[str, str], str], None]

@@ -45,6 +45,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield VisionEngine(request.param, model, server)
 
 
+@pytest.mark.case(73)
 def test_the_engine_and_transformers_see_the_same_image(engine: VisionEngine) -> None:
     """What all else rests on: the engine's processor and the trainer's make the same pixels, placeholders and positions."""
     album = Album()
@@ -99,6 +100,7 @@ def training(engine: VisionEngine, redis_server: RedisServer, tmp_path: Path) ->
         trainer.publish(load_model(engine.model)[0].state_dict(), after, directory=tmp_path)
 
 
+@pytest.mark.case(73)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_session_that_sees_is_one_row_that_a_trainer_can_recompute(
     engine: VisionEngine, training: Training, stream: bool

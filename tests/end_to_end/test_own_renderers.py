@@ -62,6 +62,7 @@ def assert_sampled(session: Session, replies: Sequence[Sequence[int]], *, rows: 
     assert sum(sum(row["loss_mask"]) for row in made) == accounting["sampled_tokens"] == sum(map(len, replies))
 
 
+@pytest.mark.case(62)
 def test_a_tool_loop_of_gpt_oss_is_one_row_under_harmony(tmp_path: Path, redis_server: RedisServer) -> None:
     """Each call was a row: no rendering could be had without a generation prompt, and <|return|> stands in no history."""
     require_vllm()

@@ -95,6 +95,7 @@ def is_settled(calls: list[dict[str, Any]], done: Done) -> bool:
     return done.answered <= delivered and all(call["status"] not in ("in_flight", "dangling") for call in calls)
 
 
+@pytest.mark.case(33)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("thinking", ["template", "retain"])
 def test_whatever_a_harness_does_its_rows_are_true_and_every_token_is_in_one_place(

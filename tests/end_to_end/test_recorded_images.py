@@ -90,6 +90,7 @@ def record(engine: VisionEngine, redis_server: RedisServer, *, plugin: bool, str
         return calls, decoded, files
 
 
+@pytest.mark.case(72)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_are_what_the_model_saw(
     vision_engine: Callable[[Family], VisionEngine], redis_server: RedisServer, family: Family

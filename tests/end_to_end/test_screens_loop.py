@@ -29,6 +29,7 @@ def click(out: Path, steps: int, *words: str) -> dict[str, Any]:
     return verdict
 
 
+@pytest.mark.case(78)
 @pytest.mark.timeout(3600)
 def test_a_policy_learns_to_click_what_it_sees(tmp_path: Path) -> None:
     verdict = click(tmp_path, 10)
@@ -36,6 +37,7 @@ def test_a_policy_learns_to_click_what_it_sees(tmp_path: Path) -> None:
     assert verdict["weight_versions"][0] == 0 < verdict["weight_versions"][-1]
 
 
+@pytest.mark.case(78)
 @pytest.mark.timeout(3600)
 def test_without_pushes_the_curve_stays_flat(tmp_path: Path) -> None:
     """All was sampled by the first weights, though the trainer learned."""

@@ -91,6 +91,7 @@ def services(
         yield services
 
 
+@pytest.mark.case(61)
 @pytest.mark.parametrize("path", ["plugin", "routes", "chat"])
 def test_a_tool_loop_is_served_and_its_prompts_show_the_engines_own_ids(
     services: dict[str, RunningService], parser: str, model: Path, path: str

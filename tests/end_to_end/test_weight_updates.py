@@ -192,6 +192,7 @@ async def test_keep_holds_every_one_of_many_replies_and_loses_no_token(
             assert judge.largest_error(checkpoint(seeds[version]), said, start, end) < TOLERANCE
 
 
+@pytest.mark.case(50)
 async def test_wait_lets_replies_end_under_the_old_weights_and_holds_new_calls(
     service: Service, vllm_url: str, judge: Judge, checkpoint: Callable[[int], Path]
 ) -> None:

@@ -102,6 +102,7 @@ def test_without_the_push_the_curve_must_stay_flat() -> None:
     assert len(replace(flat, weight_versions=[0, 1]).failures(NOT_PUSHED)) == 1
 
 
+@pytest.mark.case(80)
 def test_with_shuffled_rewards_the_weights_are_pushed_and_the_curve_must_stay_flat() -> None:
     shuffled = replace(PUSHED, rise=0.12, shuffled=True)
     assert verdict(rewards=[0.3, 0.35] * 4).failures(shuffled) == []

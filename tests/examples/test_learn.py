@@ -54,6 +54,7 @@ def test_a_task_is_valid_and_says_nothing_of_what_is_checked(agent: str) -> None
         assert exercise.solution not in json.dumps(told)
 
 
+@pytest.mark.case(80)
 def test_shuffled_rewards_stay_in_their_group_and_whole_rollouts_get_them() -> None:
     """Rollouts 0 to 3 are one group, of which rollout 1 has two rows; 4 and 5 are another."""
     rewards = np.array([0.0, 1.0, 1.0, 2.0, 3.0, 8.0, 9.0])

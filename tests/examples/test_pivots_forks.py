@@ -82,6 +82,7 @@ def test_a_rollout_without_forks_and_alone_has_no_advantage() -> None:
     assert found.advantages.tolist() == [0, 0, 0] and np.isnan(found.value).all() and not found.samples.any()
 
 
+@pytest.mark.case(88)
 def test_forks_of_a_fork_speak_for_its_own_states_alone() -> None:
     """o: 1 7 8 7 9 7. f forks it at turn 2 and says 5; g and h fork f at its next turn."""
     fork = row("f", [1, 7, 8, 5, 9, 6], [3, 5], 0.0, 3)
@@ -182,6 +183,7 @@ def states_of(state: Ids) -> Iterator[Ids]:
     return (state[:length] for length in range(len(GAME.start), len(state), 2))
 
 
+@pytest.mark.case(90)
 def test_monte_carlo_values_agree_with_the_exact_ones_within_their_error() -> None:
     """An origin, 2,000 forks at each of its calls, and 2,000 of one fork's last call.
 
@@ -211,6 +213,7 @@ def test_monte_carlo_values_agree_with_the_exact_ones_within_their_error() -> No
         assert abs(found.advantages[turn] - (value(after) - value(state))) <= 2 * bound
 
 
+@pytest.mark.case(90)
 def test_where_forks_are_as_frequent_as_they_are_likely_values_are_exact() -> None:
     """Every course of the game from a state, as often as its chance in 4,096ths says: then nothing is left to chance."""
 

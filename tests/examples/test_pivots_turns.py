@@ -114,6 +114,7 @@ def test_values_of_turns_lie_on_their_tokens_packed_and_cut() -> None:
         turns.lay_out([1, 2, 3], data)
 
 
+@pytest.mark.case(82)
 def test_values_of_turns_lie_on_their_tokens_in_a_tree() -> None:
     """a: 0 | 11 12 | 0 | 13. b: 0 | 11 | 4 | 14: one trained token that both rows share, with a value of each."""
     mask = np.array([0, 1, 0, 1], dtype=np.int8)

@@ -109,6 +109,7 @@ def test_imitation_makes_the_demonstrated_tokens_likely(model_dir: Path) -> None
     assert losses[-1] < losses[0] - 1
 
 
+@pytest.mark.case(81)
 def test_a_policy_taken_up_goes_on_as_if_it_had_not_been_put_aside(model_dir: Path, tmp_path: Path) -> None:
     """The optimizer's moments matter: a second step after both ways gives the same weights, to the bit."""
     policy = Policy(model_dir, Recipe(1e-3))

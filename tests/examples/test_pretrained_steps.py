@@ -106,6 +106,7 @@ def list_folders(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.case(81)
 async def test_a_trainer_that_dies_at_any_moment_goes_on_and_takes_every_group_once(
     engine: ScriptedEngine, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

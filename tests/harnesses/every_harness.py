@@ -118,6 +118,7 @@ def test_replies_are_streamed_where_the_agent_asks_for_it(plain: Played) -> None
     assert {generation.stream for generation in plain.generations} == {plain.cli.streams}
 
 
+@pytest.mark.case(91)
 def test_a_fork_replays_the_run_as_far_as_its_last_call(plain: Played, stage: Stage) -> None:
     """The agent runs again in a fresh folder, and so do its tools; of all its requests the engine gets the last one."""
     if plain.cli.fork_policy is None:
@@ -222,6 +223,7 @@ def test_two_tool_calls_in_one_reply_are_both_made(cli: Cli, tools: Tools, stage
     assert FILES["notes.txt"].strip() in played.generations[1].prompt
 
 
+@pytest.mark.case(23)
 def test_malformed_arguments_stay_as_they_were_sampled(cli: Cli, tools: Tools, raw_stage: Stage) -> None:
     """The JSON of a tool call is cut. Agents repair it, refuse it, or ask again; none of this touches what was sampled."""
     workdir = raw_stage.workdir(cli, "malformed")

@@ -121,6 +121,7 @@ def test_the_agent_sees_the_page_and_does_its_task(played: Played) -> None:
     assert (played.player.surplus, played.player.left, played.unknown) == ([], 0, [])
 
 
+@pytest.mark.case(76)
 def test_each_call_is_sampled_from_its_own_screenshots_and_is_a_row(
     played: Played, service: tuple[ScriptedEngine, RunningService]
 ) -> None:

@@ -60,6 +60,7 @@ MOST_REFUSALS = 6
 """Codex's: it connects again five times, within seconds."""
 
 
+@pytest.mark.case(42)
 @pytest.mark.parametrize("cli", AGENTS, ids=lambda cli: f"{cli.harness}-{cli.dialect}")
 def test_an_agent_whose_budget_is_spent_ends_by_itself(cli: Cli, stage: Stage) -> None:
     """mini-swe-agent was repeating its call after four minutes, while a refusal had the status 403 in OpenAI's shape."""

@@ -28,6 +28,7 @@ def put_screen(workdir: Path) -> None:
     (workdir / "screen.png").write_bytes(SCREEN)
 
 
+@pytest.mark.case(75)
 @pytest.mark.parametrize("name", LOOKS)
 def test_a_run_that_looks_at_an_image_file_is_one_row_with_the_image(seeing_stage: Stage, name: str) -> None:
     cli, look = LOOKS[name]

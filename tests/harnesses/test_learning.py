@@ -68,6 +68,7 @@ async def test_a_demonstration_is_the_conversation_that_the_agent_has(name: str,
         assert state.verdict.metadata["completion_tokens"] == sampled
 
 
+@pytest.mark.case(80)
 @pytest.mark.engine
 @pytest.mark.timeout(3600)
 def test_an_agent_learns_where_the_weights_are_pushed_and_only_there(tmp_path: Path) -> None:

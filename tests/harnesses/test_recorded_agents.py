@@ -77,6 +77,7 @@ def test_every_reply_was_answered_as_it_was_recorded(plain: Played) -> None:
     assert plain.player.left == 0
 
 
+@pytest.mark.case(91)
 def test_a_fork_replays_the_run_on_another_day(plain: Played, stage: Stage) -> None:
     forked = stage.replay(plain.cli, RecordedRun.of(plain.cli.harness).on_another_day(), plain)
     assert forked.generations == []

@@ -86,6 +86,7 @@ def drafts() -> int:
 # What is refused leaves nothing
 
 
+@pytest.mark.case(66)
 @pytest.mark.parametrize("path", BODIES)
 def test_messages_of_a_refused_body_are_not_remembered(service: RunningService, path: str) -> None:
     """They stayed with the session: 44 MB of them, each answered 400, filled a gigabyte."""
@@ -133,6 +134,7 @@ def test_a_tree_goes_when_its_session_is_closed(service: RunningService) -> None
     assert session.session_id not in trees_of(service)._kept
 
 
+@pytest.mark.case(66)
 def test_trees_are_kept_by_their_bytes_and_a_session_that_is_not_kept_goes_on(
     engine: ScriptedEngine, redis_server: RedisServer
 ) -> None:
@@ -244,6 +246,7 @@ def test_depth_is_found_in_a_text_of_several_pieces(depth: int) -> None:
         check_depth(raw)
 
 
+@pytest.mark.case(66)
 async def test_what_is_long_is_parsed_beside_the_loop_and_one_body_at_a_time() -> None:
     at_once, most, threads = 0, 0, set()
 
@@ -267,6 +270,7 @@ async def test_what_is_long_is_parsed_beside_the_loop_and_one_body_at_a_time() -
     assert most == 1
 
 
+@pytest.mark.case(66)
 async def test_a_session_that_was_refused_waits_and_no_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     clock = Clock()
@@ -481,6 +485,7 @@ def test_a_service_whose_store_is_full_is_not_ready_and_can_still_be_emptied(eng
 # Texts that forge roles
 
 
+@pytest.mark.case(63)
 @pytest.mark.parametrize("path", BODIES)
 def test_a_text_that_forges_a_role_marks_its_call_and_every_row_that_holds_it(
     engine: ScriptedEngine, redis_server: RedisServer, path: str

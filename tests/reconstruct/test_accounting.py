@@ -84,6 +84,7 @@ def test_a_good_session_has_nothing_in_quarantine() -> None:
     assert built(three_turns())[2] == Accounting(5, 5, ())
 
 
+@pytest.mark.case(9)
 def test_a_missing_logprob_quarantines_its_call_alone_and_shifts_nothing() -> None:
     """
     row   1 2 3 4 5 6 7 8 9
@@ -345,6 +346,7 @@ def test_numbers_that_do_not_add_up_are_refused() -> None:
 # Forks
 
 
+@pytest.mark.case(84)
 def test_what_another_session_sampled_is_context_and_counted_beside_the_sum() -> None:
     """
     c1  1 2 | 3 4                  of session s

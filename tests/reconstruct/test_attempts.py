@@ -45,6 +45,7 @@ def quarantined(accounting: Accounting) -> dict[str, str]:
 # What is an attempt
 
 
+@pytest.mark.case(26)
 def test_a_reply_that_was_not_delivered_is_an_attempt_whatever_was_asked_again() -> None:
     """The old bug: a retry that was not streamed, or had another temperature, left the first attempt a trained row."""
     for other in (b"the same body", b"another body"):
@@ -60,6 +61,7 @@ def test_the_only_attempt_is_one_too() -> None:
     assert (quarantined(accounting), accounting.complete) == ({"c1": NOT_DELIVERED}, True)
 
 
+@pytest.mark.case(56)
 def test_equal_requests_that_were_all_delivered_are_samples_also_where_one_is_marked_as_a_retry() -> None:
     calls = [attempt("c1"), attempt("c2", marks={"retry": "1"}), attempt("c3", marks={"retry": "2"})]
     rows, accounting = built(calls, {"c1", "c2", "c3"})
@@ -86,6 +88,7 @@ def test_what_is_an_attempt_does_not_depend_on_the_order_of_arrival() -> None:
         assert find_attempts(Forest(order), {"c2", "c4"}) == {"c1", "c3"}
 
 
+@pytest.mark.case(55)
 @pytest.mark.parametrize("known", [True, False])
 def test_a_delivered_reply_that_a_push_cut_is_trained_and_truncated_or_makes_the_session_incomplete(known: bool) -> None:
     """
@@ -225,6 +228,7 @@ def ask(draw: st.DrawFn, run: Run, call_id: str, parent: str | None, prompt: Seq
     (run.got if what in GOT else run.lost)[call_id] = what
 
 
+@pytest.mark.case(55)
 @given(runs(), st.sampled_from([merged, per_call]), st.randoms())
 def test_what_a_harness_got_is_trained_or_makes_the_session_incomplete_and_the_rest_is_attempts(
     run: Run, builder: Builder, random: Any

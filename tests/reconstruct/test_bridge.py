@@ -334,6 +334,7 @@ def test_the_newline_after_the_end_of_turn_is_in_the_bridge() -> None:
     assert between == [NEWLINE, USER, ord("v"), END, NEWLINE, BOT]
 
 
+@pytest.mark.case(4)
 def test_a_stop_token_that_opens_the_next_turn_is_not_doubled() -> None:
     """
     sampled  a USER
@@ -387,6 +388,7 @@ def test_a_reply_ended_by_a_stop_string_keeps_its_sampled_tail() -> None:
     assert between == [END, NEWLINE, USER, ord("v"), END, NEWLINE, BOT]
 
 
+@pytest.mark.case(62)
 @pytest.mark.parametrize(
     "family", [CHATML, PAIRED, USER_LAST, EAGER, RETURNS, PRESENT], ids=lambda family: family.render.__name__
 )
@@ -441,6 +443,7 @@ def test_the_sampled_ids_are_not_looked_at_but_for_the_last() -> None:
     )
 
 
+@pytest.mark.case(19)
 def test_two_assistant_messages_in_one_tail_are_both_rendered() -> None:
     between = bridge(
         CHATML, [user()], assistant("a"), [ord("a"), END], [user("v"), assistant("w"), user("x"), assistant("y"), user("z")]
@@ -578,6 +581,7 @@ def present_as_token(messages: Sequence[Message], generate: bool) -> list[int]:
     return [END if part == LITERAL else ord(part) for part in re.findall(f"{LITERAL}|.", text, re.DOTALL)]
 
 
+@pytest.mark.case(6)
 @pytest.mark.parametrize("render", [as_text, as_token, present_as_token])
 @pytest.mark.parametrize(
     "reply",
@@ -601,6 +605,7 @@ def test_a_literal_end_of_turn_changes_nothing(
 THOUGHT = assistant("a", "t")
 
 
+@pytest.mark.case(7)
 def test_thinking_dropped_at_a_new_user_turn_is_no_bridge_unless_it_is_retained() -> None:
     """What the deployed model would see has no thinking before the second user turn."""
     sampled = [THINK, ord("t"), UNTHINK, ord("a"), END]
@@ -616,6 +621,7 @@ def test_thinking_dropped_from_a_cut_reply_is_no_bridge_unless_it_is_retained() 
     ]
 
 
+@pytest.mark.case(8)
 @pytest.mark.parametrize("retain", [False, True])
 def test_thinking_stays_inside_a_tool_loop(retain: bool) -> None:
     reply = assistant("", "t", "{}")

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from itertools import permutations
 from typing import Any
 
+import pytest
+
 from reconstruct import builders
 from reconstruct.accounting import account, settle
 from reconstruct.builders import RowContext, merged, per_call
@@ -73,6 +75,7 @@ def test_arrays_of_a_row_are_of_one_length_and_of_the_contracts_types() -> None:
     assert [array.dtype.str for array in (row.token_ids, row.loss_mask, row.logprobs)] == ["<i4", "|i1", "<f4"]
 
 
+@pytest.mark.case(18)
 def test_few_shot_assistant_messages_are_prompt_and_never_trained() -> None:
     """2 and 4 stand for assistant messages that the harness wrote itself."""
     talk = Talk()
@@ -81,6 +84,7 @@ def test_few_shot_assistant_messages_are_prompt_and_never_trained() -> None:
     assert pictured(rows_of(talk.calls)) == ["c1 c2: 1 2 3 4 5 [6] 7 [8]"]
 
 
+@pytest.mark.case(5)
 def test_the_close_of_a_cut_reply_is_masked() -> None:
     """c1 stopped for length; 9 is the template's turn end, which the model did not say."""
     talk = Talk()
@@ -102,6 +106,7 @@ def test_a_row_ends_as_its_last_call_did() -> None:
 # Retries and siblings
 
 
+@pytest.mark.case(25)
 def test_a_retried_first_turn_loses_nothing_afterwards() -> None:
     """The reply c1 never arrived; the harness asked again and went on from c2. c1 is quarantined where its record
     says so, and trained as a row of its own where it does not."""
@@ -150,6 +155,7 @@ def test_a_branch_whose_end_is_refused_still_trains_its_beginning() -> None:
     assert pictured(rows_of(talk.calls)) == ["c1 c2: 1 [2] 3 [4]"]
 
 
+@pytest.mark.case(27)
 def test_best_of_n_keeps_every_choice_and_merges_none() -> None:
     """Three choices of one call; the session goes on from the second. The first branch trains what they share.
 
@@ -180,6 +186,7 @@ def test_equal_choices_are_each_trained() -> None:
     assert pictured(rows_of(talk.calls)) == ["c1: 1 [2]", "c2: 1 [2]"]
 
 
+@pytest.mark.case(28)
 def test_a_session_that_goes_on_from_an_older_sibling_branches_there() -> None:
     """
     c1  1 | 2
@@ -195,6 +202,7 @@ def test_a_session_that_goes_on_from_an_older_sibling_branches_there() -> None:
     assert pictured(rows_of(talk.calls)) == ["c1 c2 c3: 1 [2] 3 [4] 5 [6]", "c1 c4: 1 2 7 [8]"]
 
 
+@pytest.mark.case(29)
 def test_two_interleaved_conversations_are_two_branches() -> None:
     """A1 B1 A2 B2 in time; they share the system prompt 0."""
     talk = Talk()
@@ -205,6 +213,7 @@ def test_two_interleaved_conversations_are_two_branches() -> None:
     assert pictured(rows_of(talk.calls)) == ["a1 a2: 0 1 [2] 3 [4]", "b1 b2: 0 5 [6] 7 [8]"]
 
 
+@pytest.mark.case(30)
 def test_two_sub_agents_with_identical_prompts_are_two_branches() -> None:
     """They said the same first, too; each goes on from its own reply."""
     talk = Talk()
@@ -218,6 +227,7 @@ def test_two_sub_agents_with_identical_prompts_are_two_branches() -> None:
 # Edits and compaction
 
 
+@pytest.mark.case(16)
 def test_an_edited_history_is_a_row_of_its_own_with_the_edit_masked() -> None:
     """The harness changed the reply 2 into 9: c2's prompt does not begin with what c1 said."""
     talk = Talk()
@@ -235,6 +245,7 @@ def test_a_retokenized_continuation_is_never_merged() -> None:
     assert pictured(rows_of(talk.calls)) == ["c1: 1 [2] [3]", "c2: 1 23 5 [6]"]
 
 
+@pytest.mark.case(31)
 def test_compaction_after_170_turns_is_a_second_row_that_starts_with_the_summary() -> None:
     """Turns c1 … c170, the compaction call c171 on top of them, and a new root with the summary 7 that c171 said."""
     talk = Talk()
@@ -318,6 +329,7 @@ def test_per_call_gives_one_row_per_trainable_call() -> None:
     assert pictured(rows_of(talk.calls, per_call)) == ["c1: 1 [2]", "c3: 1 2 3 4 5 [6] [7]"]
 
 
+@pytest.mark.case(36)
 def test_merged_and_per_call_train_the_same_tokens() -> None:
     """Each trained token as its whole context, itself, its logprob and its version."""
     talk = Talk()
@@ -344,6 +356,7 @@ def trained(rows: Sequence[Trajectory]) -> list[tuple[Any, ...]]:
 # Order, identity, rewards
 
 
+@pytest.mark.case(34)
 def test_rows_do_not_depend_on_the_order_of_arrival() -> None:
     talk = Talk()
     talk.say("c1", [1], [2])
@@ -421,6 +434,7 @@ def test_a_session_a_thousand_calls_deep_is_one_row() -> None:
     assert row.call_ids == tuple(f"c{at}" for at in range(1000))
 
 
+@pytest.mark.case(35)
 def test_a_session_ten_thousand_choices_wide_trains_each_once() -> None:
     """
     c0      1 | 2

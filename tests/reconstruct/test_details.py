@@ -382,6 +382,7 @@ def test_only_the_wanted_modes_are_trained_and_the_others_stay_in_their_context(
     assert measure_lost_share(settled, accounting) == 0.0
 
 
+@pytest.mark.case(64)
 @given(st.lists(st.sampled_from(LOGPROB_MODES), min_size=1, max_size=6), st.sets(st.sampled_from(LOGPROB_MODES)))
 def test_whatever_modes_are_wanted_every_token_is_trained_once_or_in_quarantine(modes: list[str], wanted: set[str]) -> None:
     talk = Talk()

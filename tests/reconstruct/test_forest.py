@@ -248,6 +248,7 @@ def test_a_base_shorter_than_what_is_asked_of_it_is_refused(base: str | None, le
     assert "c2" not in forest
 
 
+@pytest.mark.case(35)
 def test_a_session_a_thousand_calls_deep_needs_no_recursion_and_linear_storage() -> None:
     """Each call adds one id and says one. The recursion limit is far below the depth; a record is as small at the end."""
     talk = Talk()
@@ -267,6 +268,7 @@ def test_a_session_a_thousand_calls_deep_needs_no_recursion_and_linear_storage()
     assert max(sizes) - min(sizes) < 32
 
 
+@pytest.mark.case(35)
 def test_ten_thousand_choices_beside_each_other_stand_on_one_prompt() -> None:
     """
     c0      1 2 | 3

@@ -45,6 +45,7 @@ def test_a_prompt_has_the_media_of_its_base_and_its_own() -> None:
     assert forest.branch("c2") == ["c1", "c2"]
 
 
+@pytest.mark.case(72)
 @pytest.mark.parametrize("builder", [merged, per_call])
 def test_rows_carry_media_at_their_own_positions_and_placeholders_are_not_trained(builder) -> None:  # type: ignore[no-untyped-def]
     settled = settle(two_turns())

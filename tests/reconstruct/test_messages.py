@@ -60,6 +60,7 @@ def same(left: Sequence[Mapping[str, Any]], right: Sequence[Mapping[str, Any]]) 
 # Tool arguments
 
 
+@pytest.mark.case(14)
 @pytest.mark.parametrize(
     "replayed",
     [
@@ -108,6 +109,7 @@ def test_the_order_of_a_list_in_tool_arguments_matters() -> None:
     assert projection(sent, back) is None
 
 
+@pytest.mark.case(15)
 @pytest.mark.parametrize(("sent", "replayed"), [("", "{}"), ("{}", None), ("", None), (" ", "{ }")])
 def test_absent_tool_arguments_are_alike(sent: Any, replayed: Any) -> None:
     left, right = assistant(calls=[tool_call(arguments=sent)]), assistant(calls=[tool_call(arguments=replayed)])
@@ -121,6 +123,7 @@ def test_arguments_that_are_no_json_are_compared_as_they_are() -> None:
     assert projection(broken, assistant(calls=[tool_call(arguments='{"path":"a"')])) is None
 
 
+@pytest.mark.case(23)
 @pytest.mark.parametrize(
     "repaired",
     [
@@ -147,6 +150,7 @@ def test_a_tool_calls_id_and_added_fields_are_no_part_of_the_reply() -> None:
 # Absent values
 
 
+@pytest.mark.case(15)
 @pytest.mark.parametrize("left", [None, "", []])
 @pytest.mark.parametrize("right", [None, "", []])
 @pytest.mark.parametrize("make", [user, assistant, lambda content: result(content=content)])
@@ -159,6 +163,7 @@ def test_an_absent_content_is_an_empty_one() -> None:
     assert projection({"role": "assistant", "tool_calls": [tool_call()]}, assistant("", [tool_call()])) == "exact"
 
 
+@pytest.mark.case(15)
 @pytest.mark.parametrize("empty", [None, "", []])
 def test_null_and_empty_optional_fields_are_alike(empty: Any) -> None:
     assert same([user(name=empty)], [user()])
@@ -211,6 +216,7 @@ def test_a_trimmed_reply_is_the_same_reply(sent: str, replayed: str | None) -> N
     assert same([assistant(sent)], [assistant(replayed)])
 
 
+@pytest.mark.case(16)
 def test_a_changed_reply_is_an_edit() -> None:
     assert projection(assistant("yes, do"), assistant("yes")) is None
     assert projection(assistant("yes"), assistant([{"type": "image_url", "image_url": {"url": "x"}}])) is None
@@ -355,6 +361,7 @@ LONE = json.loads('"\\ud83d"')
 """Half of an emoji: what a tool prints when its output is cut in the middle of a character."""
 
 
+@pytest.mark.case(22)
 def test_a_lone_surrogate_in_tool_output_has_an_identity_of_its_own() -> None:
     cut = parallel("a", "b", result("a", f"cut {LONE}"), result("b"))
     assert same(cut, json.loads(json.dumps(cut)))
@@ -377,6 +384,7 @@ def test_an_escaped_emoji_is_the_emoji() -> None:
 # The chain
 
 
+@pytest.mark.case(19)
 def test_two_assistant_messages_in_one_tail_are_two_links_of_the_chain() -> None:
     """A harness that splits or adds an assistant message changes the history after the first of them alone."""
     history = [user(), assistant("yes"), user("go on")]
@@ -411,6 +419,7 @@ def test_a_role_is_part_of_a_message() -> None:
     )
 
 
+@pytest.mark.case(17)
 @pytest.mark.parametrize(
     ("policy", "tools", "kwargs"),
     [
@@ -458,6 +467,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.case(14)
 @given(st.dictionaries(st.text(max_size=4), json_values, max_size=4), st.randoms())
 def test_any_order_and_spacing_of_any_arguments_is_the_same_call(arguments: dict[str, Any], random: Any) -> None:
     keys = list(arguments)

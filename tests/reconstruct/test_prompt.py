@@ -124,6 +124,7 @@ def test_a_reply_that_ends_with_another_token_than_the_templates_keeps_it_and_th
     assert not prompt.adds_end
 
 
+@pytest.mark.case(13)
 @pytest.mark.parametrize("ids", [[31, 41, 39, 32, 20, 21, 9], [5, 1, 11, 9, 2, 20, 21, 9]], ids=["tokenizer", "template"])
 @pytest.mark.parametrize("known", [True, False])
 def test_what_another_model_sampled_is_not_continued(ids: list[int], known: bool) -> None:

@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -187,6 +188,7 @@ def test_every_prompt_is_the_one_the_model_saw_and_extends_its_parent_exactly_wh
         assert forest.branch(call_id) == [step.call_id for step in oracle.way(told)]
 
 
+@pytest.mark.case(33)
 @given(sessions())
 def test_merged_and_per_call_rows_are_the_oracles_and_train_the_same_tokens(drawn: Drawn) -> None:
     by_branch, by_call = (as_oracle_rows(built(drawn.records, builder)[1]) for builder in (merged, per_call))
@@ -224,6 +226,7 @@ def test_the_ids_before_every_trained_token_are_those_it_was_sampled_after(drawn
                 assert (row.logprobs[position], row.versions[position]) == (0.0, None)
 
 
+@pytest.mark.case(33)
 @FEWER
 @given(sessions(), st.sampled_from([merged, per_call]))
 def test_every_sampled_token_is_trained_once_or_quarantined_with_a_reason(drawn: Drawn, builder: Builder) -> None:
@@ -245,6 +248,7 @@ def test_every_sampled_token_is_trained_once_or_quarantined_with_a_reason(drawn:
     assert accounting.exported_tokens == sum(trained.values())
 
 
+@pytest.mark.case(34)
 @FEWER
 @given(sessions(), st.randoms(), st.sampled_from([merged, per_call]))
 def test_the_result_does_not_depend_on_the_order_of_arrival_nor_on_the_way_through_the_store(

@@ -333,6 +333,7 @@ TEXTS = (
 )
 
 
+@pytest.mark.case(53)
 @pytest.mark.parametrize("where", ["system", "user", "tool"])
 @pytest.mark.parametrize("tools", [[], TOOLS], ids=["without tools", "with tools"])
 def test_no_text_changes_whether_a_call_is_trained(
@@ -596,6 +597,7 @@ def test_a_finished_reply_that_never_arrived_is_an_attempt_whatever_is_asked_nex
     assert session.trajectories()[1]["complete"]
 
 
+@pytest.mark.case(56)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_marked_retry_leaves_replies_that_were_delivered_whole(
     engine: ScriptedEngine, service: RunningService, stream: bool
@@ -609,6 +611,7 @@ def test_a_marked_retry_leaves_replies_that_were_delivered_whole(
     assert trained(session) == {call["call_id"] for call in session.calls}
 
 
+@pytest.mark.case(56)
 def test_one_of_eight_equal_requests_that_the_engine_failed_costs_the_others_nothing(
     engine: ScriptedEngine, service: RunningService
 ) -> None:
@@ -635,6 +638,7 @@ def test_the_same_request_sent_again_without_a_mark_is_another_sample(engine: Sc
     assert [call["branch_reason"] for call in session.calls] == [None, "repeated"]
 
 
+@pytest.mark.case(25)
 def test_a_retried_first_turn_loses_nothing_afterwards(engine: ScriptedEngine, service: RunningService) -> None:
     """22: whichever of the two attempts the harness goes on from, the other one changes nothing of what follows."""
     for chosen in (0, 1):
@@ -688,6 +692,7 @@ def billing(request: int) -> str:
     return f"x-anthropic-billing-header: cc_version=2.1.329.a{request}; cc_entrypoint=cli; cch={request:05x};"
 
 
+@pytest.mark.case(21)
 def test_a_header_line_that_changes_with_every_request_does_not_break_the_row(
     engine: ScriptedEngine, service: RunningService
 ) -> None:

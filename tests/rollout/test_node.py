@@ -68,6 +68,7 @@ PYTHON
 """
 
 
+@pytest.mark.case(86)
 async def test_the_forks_of_a_rollout_are_a_group_with_rewards_of_their_own(world: World, engine: ScriptedEngine) -> None:
     engine.script = lambda generation, index: Say(f"reply {len(engine.generations)}")
     begun = EvaluatorSpec("command", {"command": "grep -qx 'reply 1' said.txt"}, fresh_runtime=False)
@@ -303,6 +304,7 @@ def test_the_name_of_a_runtime_is_never_used_again() -> None:
     assert all(re.fullmatch(r"[a-z0-9-]{1,60}", name) for name in names), "an engine's second container adds to it"
 
 
+@pytest.mark.case(67)
 async def test_a_node_that_cannot_sweep_what_it_left_says_so_and_works(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

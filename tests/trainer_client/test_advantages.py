@@ -33,6 +33,7 @@ def test_reinforce_compares_with_nothing() -> None:
     assert reinforce([1, 2, 6, -4], [0, 0, 0, 1], [0, 0, 1, 2]).tolist() == [1, 2, 6, -4]
 
 
+@pytest.mark.case(48)
 @pytest.mark.parametrize(("estimator", "expected"), [(dr_grpo, [2, 2, 2, -2]), (leave_one_out, [4, 4, 4, -4])])
 def test_a_rollout_of_three_rows_counts_once(estimator: object, expected: list[float]) -> None:
     # rollout 0: reward 4 in three rows; rollout 1: reward 0 in one. The mean is 2, not 3.

@@ -58,6 +58,7 @@ def leased(trainer: TrainerClient) -> Batch:
     return batch
 
 
+@pytest.mark.case(48)
 def test_a_fan_out_counts_once_in_the_baseline_of_its_group(service: RunningService, trainer: TrainerClient) -> None:
     """Rewards 4 in four rows, 0 and 2 in one each. The mean is 2 over rollouts; over rows it would be 3."""
     many, nothing, some = group_of(service, (4, 4.0), (1, 0.0), (1, 2.0))
@@ -129,6 +130,7 @@ def test_a_row_keeps_its_weight_when_it_comes_again(service: RunningService, tra
     ]
 
 
+@pytest.mark.case(90)
 def test_calls_are_worth_what_their_forks_get(
     service: RunningService, trainer: TrainerClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

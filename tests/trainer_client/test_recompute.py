@@ -79,6 +79,7 @@ def row(name: str, ids: list[int], trained: dict[int, int]) -> Trajectory:
     )
 
 
+@pytest.mark.case(82)
 def test_an_audit_on_trees_says_what_it_says_row_by_row(tmp_path: Path) -> None:
     """Rows that part after 7 8, one that ends within another, and one of its own; sampled under two versions. One logprob is off by
     0.5, in the part that two rows share."""
@@ -104,6 +105,7 @@ def test_an_audit_on_trees_says_what_it_says_row_by_row(tmp_path: Path) -> None:
     assert trees[model].largest == pytest.approx(0.5, abs=1e-4) and trees[models[2]].largest < 1e-5
 
 
+@pytest.mark.case(64)
 def test_only_raw_logprobs_are_compared_and_the_audit_says_what_it_left_out(tmp_path: Path) -> None:
     """What a grammar masked is another distribution's: the engine is not to blame."""
     model = str(make_tiny_model(tmp_path / "model", layers=2, hidden_size=64))

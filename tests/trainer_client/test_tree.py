@@ -62,6 +62,7 @@ def pictured() -> Batch:
     return Batch(groups([row("a", [7, 8, 5, 6], [2, 3], reward=0.0), row("b", [7, 8, 9, 4], [3])]), weight_version=7)
 
 
+@pytest.mark.case(83)
 def test_a_shared_prefix_is_there_once() -> None:
     data = one(pictured())
     assert data.token_ids.tolist() == [7, 8, 5, 6, 9, 4]
@@ -189,6 +190,7 @@ def test_every_trained_token_stands_behind_the_ids_of_its_row(batch: Batch, room
     assert sorted(found) == sorted(wanted)
 
 
+@pytest.mark.case(83)
 @given(batches())
 def test_no_prefix_is_there_twice(batch: Batch) -> None:
     data = one(batch)
@@ -246,6 +248,7 @@ def gradients(model: LlamaForCausalLM, loss: Any) -> list[Any]:
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
+@pytest.mark.case(82)
 @settings(max_examples=25, deadline=None)
 @given(batch=batches(), seed=st.integers(0, 9), room=st.integers(0, 12))
 def test_loss_and_every_gradient_are_those_of_flat_rows(model: LlamaForCausalLM, batch: Batch, seed: int, room: int) -> None:
@@ -276,6 +279,7 @@ def test_loss_and_every_gradient_are_those_of_flat_rows(model: LlamaForCausalLM,
         assert torch.allclose(ours, theirs, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.case(82)
 @given(batches(), st.integers(0, 9), st.sampled_from(["token", "row", "row_mean"]), st.integers(0, 12))
 def test_corrections_and_weights_lie_on_the_tokens_that_they_are_of(batch: Batch, seed: int, level: Any, room: int) -> None:
     """Every trained token has a ratio of its own, and every row an advantage: a weight on another token, or of another row, shows."""

@@ -53,6 +53,7 @@ def test_a_packed_sequence_says_of_every_token_what_its_row_says(sighted: Sighte
         np.testing.assert_allclose(scores(logits, ids), sighted.alone(batch, batch.rows[index])[1:], atol=TOLERANCE)
 
 
+@pytest.mark.case(74)
 @torch.no_grad()
 def test_a_tree_says_of_every_trained_token_what_its_row_says_and_sees_a_shared_image_once(sighted: Sighted) -> None:
     batch = three_rows(sighted)
@@ -101,6 +102,7 @@ def test_the_gradient_of_a_tree_is_that_of_flat_rows(sighted: Sighted) -> None:
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.case(74)
 def test_rows_whose_images_differ_share_nothing_from_there_on(sighted: Sighted) -> None:
     """The placeholders of two images of one size have the same ids."""
     other = sighted.album.add(picture(99, *SIZES[0]))

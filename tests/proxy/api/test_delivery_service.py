@@ -288,6 +288,7 @@ def test_a_group_that_nobody_completes_is_given_up_by_the_running_service(redis_
         assert dead()[0]["reason"].startswith("incomplete: ")
 
 
+@pytest.mark.case(47)
 @pytest.mark.parametrize(
     ("policy", "state", "delivered"),
     [("require_all", "filling", []), ("allow_partial", "leased", ["good"]), ("drop", "dropped", [])],

@@ -78,6 +78,7 @@ def leased(service: RunningService, **terms: Any) -> dict[str, list[dict[str, An
     return {group["group_id"]: group["trajectories"] for group in lease["groups"]}
 
 
+@pytest.mark.case(57)
 def test_every_leased_session_tells_what_became_of_all_that_was_sampled(redis_url: str, dead_at_once: None) -> None:
     """52. The old bug: a session whose last call had died with its process passed for whole."""
     with serving(redis_url) as service, TrainerClient(service.url, TRAINER) as trainer:
@@ -104,6 +105,7 @@ def test_every_leased_session_tells_what_became_of_all_that_was_sampled(redis_ur
         assert (accounting["dangling_calls"], accounting["complete"]) == (1, False)
 
 
+@pytest.mark.case(57)
 def test_a_lease_of_complete_sessions_leaves_the_others_to_those_who_take_them(redis_url: str, dead_at_once: None) -> None:
     with serving(redis_url) as service:
         closed(service, redis_url, working("died"), dangling=["c5"])
@@ -186,6 +188,7 @@ def own_builders(distributions: Distributions) -> None:
     distributions.install("builders-of-mine", "verbatim.builders", *points, builders_of_mine=BUILDERS)
 
 
+@pytest.mark.case(58)
 def test_a_builder_of_ones_own_reaches_a_lease(redis_url: str, own_builders: None) -> None:
     """53."""
     with serving(redis_url, builder="newest_first") as service:

@@ -83,6 +83,7 @@ def without_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in reserialised(message).items() if key != "reasoning_content"}
 
 
+@pytest.mark.case(8)
 @pytest.mark.parametrize(("replay", "turns"), [(as_sent, 10), (reserialised, 50), (trimmed, 10), (without_reasoning, 10)])
 def test_turns_of_thinking_and_tool_calls_are_one_row(
     engine: ScriptedEngine, service: RunningService, replay: Replay, turns: int

@@ -147,6 +147,7 @@ class Harness:
         )
 
 
+@pytest.mark.case(55)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_a_harness_got_is_trained_and_what_it_did_not_get_leaves_the_session_complete(
     running: Running, service: RunningService, tmp_path: Path, seed: int

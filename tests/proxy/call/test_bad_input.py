@@ -107,6 +107,7 @@ def test_no_later_rendering_proves_what_a_begun_message_was_continued_with(famil
     assert of.encode(later)[: len(said)] != said
 
 
+@pytest.mark.case(39)
 @pytest.mark.parametrize(
     "body",
     [
@@ -254,6 +255,7 @@ def test_a_body_beyond_the_limit_is_refused(engine: ScriptedEngine, service: Run
     assert session.calls == []
 
 
+@pytest.mark.case(39)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_context_that_is_too_long_says_so_in_a_way_clients_know(
     engine: ScriptedEngine, service: RunningService, stream: bool
@@ -310,6 +312,7 @@ def test_a_key_alone_names_its_session(engine: ScriptedEngine, service: RunningS
     assert len(session.calls) == 1
 
 
+@pytest.mark.case(45)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_closed_session_takes_no_more_calls(engine: ScriptedEngine, service: RunningService, stream: bool) -> None:
     session = service.session()

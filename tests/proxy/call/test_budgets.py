@@ -53,6 +53,7 @@ def ends(session: Session) -> list[tuple[str, bool]]:
     return [(row["finish_reason"], row["truncated"]) for row in session.trajectories()[0]]
 
 
+@pytest.mark.case(42)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_call_beyond_the_budget_is_refused_in_the_dialects_shape_and_not_to_be_repeated(

@@ -46,6 +46,7 @@ def test_of_a_request_that_bends_nothing_nothing_is_noted() -> None:
     assert modes == ["raw", "processed", "unknown", "logits"]
 
 
+@pytest.mark.case(64)
 @given(st.from_regex(r"[a-z]{3,9}_of_tomorrow", fullmatch=True), values)
 def test_whatever_else_is_set_is_noted_and_never_leaves_raw_logprobs_raw(name: str, value: Any) -> None:
     parameters = {**RENDERED, name: value}

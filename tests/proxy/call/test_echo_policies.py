@@ -278,6 +278,7 @@ def check_truth(engine: ScriptedEngine, session: Session) -> list[dict[str, Any]
     return rows
 
 
+@pytest.mark.case(16, 59)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=lambda behaviour: behaviour.does)
 def test_rows_of_a_harness_that(
@@ -422,6 +423,7 @@ def two_turns_of_gemini(session: Session) -> None:
     post(session, path, {"contents": contents, "tools": tools})
 
 
+@pytest.mark.case(59)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("play_dialect", [two_turns_of_messages, two_turns_of_responses, two_turns_of_gemini])
 def test_text_dropped_beside_tool_calls_in_every_dialect(
@@ -473,6 +475,7 @@ def test_the_page_has_what_is_tested() -> None:
     assert [row for row in table if row in expected] == expected
 
 
+@pytest.mark.case(24)
 @pytest.mark.parametrize("does", ["replays it as it was sent", "fills in defaults, and gives the calls ids of its own"])
 def test_results_name_the_calls_by_the_ids_of_the_reply_that_stands_in_the_prompt(redis_server: RedisServer, does: str) -> None:
     """The replayed reply was replaced by the recorded one, and its results kept the harness's ids: a template that prints ids

@@ -101,6 +101,7 @@ def test_the_harness_gets_the_text_and_the_store_the_ids(engine: ScriptedEngine,
     wait_until(lambda: session.calls[0]["delivered"], 120, "the delivery is noted")
 
 
+@pytest.mark.case(10)
 @pytest.mark.parametrize(
     "said",
     [
@@ -189,6 +190,7 @@ def test_tool_calls_name_the_call_they_came_from(engine: ScriptedEngine, service
     assert ids == [f"call_{call['call_id']}_0", f"call_{call['call_id']}_1"]
 
 
+@pytest.mark.case(27)
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_choice_of_one_call_is_recorded_with_its_own_tokens(
     engine: ScriptedEngine, service: RunningService, stream: bool
@@ -249,6 +251,7 @@ def test_a_reply_of_nothing_but_the_stop_token_is_an_empty_answer(engine: Script
     assert [call["completion_ids"] for call in session.calls] == [[engine.family.end_id]] * 2
 
 
+@pytest.mark.case(40)
 def test_logprobs_reach_the_harness_only_when_it_asks_and_the_store_always(
     engine: ScriptedEngine, service: RunningService
 ) -> None:
@@ -390,6 +393,7 @@ def test_the_reply_ends_only_when_its_record_is_in_the_store(
 # Later turns
 
 
+@pytest.mark.case(1)
 def test_turn_two_begins_with_the_ids_of_turn_one(engine: ScriptedEngine, token_service: RunningService) -> None:
     engine.say(engine.family.speak("hello", calls=[("lookup", {"key": "alpha"})]), "it is 7")
     session = token_service.session()
@@ -405,6 +409,7 @@ def test_turn_two_begins_with_the_ids_of_turn_one(engine: ScriptedEngine, token_
     assert sum(rows[0]["loss_mask"]) == len(first["completion_ids"]) + len(second["completion_ids"])
 
 
+@pytest.mark.case(2)
 def test_a_split_the_tokenizer_would_not_make_survives_the_next_turn(
     engine: ScriptedEngine, token_service: RunningService
 ) -> None:
@@ -427,6 +432,7 @@ def test_a_split_the_tokenizer_would_not_make_survives_the_next_turn(
     assert row["logprobs"][start : start + 3] == first["logprobs"]
 
 
+@pytest.mark.case(3)
 def test_the_newline_after_the_end_of_the_turn_is_there_and_masked(
     engine: ScriptedEngine, token_service: RunningService
 ) -> None:
@@ -446,6 +452,7 @@ def test_the_newline_after_the_end_of_the_turn_is_there_and_masked(
     assert second["prompt_ids"] == expected
 
 
+@pytest.mark.case(5)
 def test_a_turn_cut_by_length_gets_a_masked_end_when_it_goes_on(engine: ScriptedEngine, token_service: RunningService) -> None:
     engine.say("hello world in Paris", "yes")
     session = token_service.session()
@@ -474,6 +481,7 @@ def test_a_turn_cut_by_a_stop_string_gets_a_masked_end_too(engine: ScriptedEngin
     assert second["branch_reason"] is None
 
 
+@pytest.mark.case(4)
 def test_a_stop_token_that_opens_the_next_turn_is_not_doubled(redis_url: str) -> None:
     with ScriptedEngine("glm4") as engine, RunningService(engine.url, redis_url) as service:
         family = engine.family
@@ -498,6 +506,7 @@ def test_a_stop_token_that_opens_the_next_turn_is_not_doubled(redis_url: str) ->
         assert len(session.trajectories()[0]) == 1
 
 
+@pytest.mark.case(29)
 def test_interleaved_conversations_of_one_session_are_two_branches(
     engine: ScriptedEngine, token_service: RunningService
 ) -> None:
@@ -516,6 +525,7 @@ def test_interleaved_conversations_of_one_session_are_two_branches(
     assert sorted(row["call_ids"] for row in rows) == sorted([[a1["call_id"], a2["call_id"]], [b1["call_id"], b2["call_id"]]])
 
 
+@pytest.mark.case(32)
 def test_concurrent_calls_of_one_session_are_all_recorded(engine: ScriptedEngine, service: RunningService) -> None:
     session = service.session()
     engine.script = lambda generation, index: Say("hello " + generation.prompt[-40:-22], seconds_per_token=0.002)
@@ -635,6 +645,7 @@ def test_closing_a_session_cuts_and_records_its_call_in_flight(engine: ScriptedE
     assert len(call["completion_ids"]) == 2
 
 
+@pytest.mark.case(52)
 def test_deleting_a_session_ends_its_call_in_flight_and_leaves_no_key_behind(
     engine: ScriptedEngine, service: RunningService, redis_server: RedisServer
 ) -> None:
@@ -671,6 +682,7 @@ def test_an_engine_that_cannot_be_asked_to_stop_is_hung_up_on(redis_url: str, st
 # Engines that say less, or fail
 
 
+@pytest.mark.case(11)
 @pytest.mark.parametrize("kind", ["plain", "without ids"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_engine_without_ids_is_served_and_never_trained(redis_url: str, kind: str, stream: bool) -> None:
@@ -692,6 +704,7 @@ def test_an_engine_without_ids_is_served_and_never_trained(redis_url: str, kind:
         assert {item["reason"] for item in accounting["quarantined"]} == {"no_token_ids"}
 
 
+@pytest.mark.case(9)
 def test_a_missing_logprob_shifts_nothing_and_is_not_trained(engine: ScriptedEngine, service: RunningService) -> None:
     engine.say(Say("hello world in Paris", unknown_logprobs=frozenset({1})))
     session = service.session()
@@ -704,6 +717,7 @@ def test_a_missing_logprob_shifts_nothing_and_is_not_trained(engine: ScriptedEng
     assert [call["logprobs"][position] for position in (0, 2, 3)] == [expected[position] for position in (0, 2, 3)]
 
 
+@pytest.mark.case(12)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("fault", "raised"),
@@ -759,6 +773,7 @@ def test_a_slow_engine_is_bridged_by_keep_alive_chunks_the_sdk_can_read(redis_ur
         assert signs >= 4
 
 
+@pytest.mark.case(41)
 def test_models_and_unknown_paths_record_nothing(engine: ScriptedEngine, service: RunningService) -> None:
     session = service.session()
     (model,) = session.client.models.list().data
@@ -789,6 +804,7 @@ def push(service: RunningService, path: Path, mode: str) -> dict[str, Any]:
     return pushed
 
 
+@pytest.mark.case(50)
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_that_arrive_during_a_push_are_held_and_sampled_under_the_new_weights(
     own_redis_url: str, checkpoint: Path, stream: bool
@@ -880,6 +896,7 @@ def in_mid_reply(redis_url: str) -> Iterator[tuple[RunningService, Session, Futu
             gate.set()
 
 
+@pytest.mark.case(49)
 def test_a_reply_that_goes_on_across_a_push_knows_the_weights_of_every_token(own_redis_url: str, checkpoint: Path) -> None:
     with in_mid_reply(own_redis_url) as (service, session, answer, gate):
         assert push(service, checkpoint, "keep")["applied"]
@@ -892,6 +909,7 @@ def test_a_reply_that_goes_on_across_a_push_knows_the_weights_of_every_token(own
         assert row["weight_versions"] == [[0, start, start + 2], [1, start + 2, start + 5]]
 
 
+@pytest.mark.case(55)
 def test_a_push_that_aborts_cuts_replies_and_records_what_was_sampled(own_redis_url: str, checkpoint: Path) -> None:
     with in_mid_reply(own_redis_url) as (service, session, answer, _):
         assert push(service, checkpoint, "abort")["applied"]

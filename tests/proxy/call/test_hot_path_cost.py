@@ -67,6 +67,7 @@ def now() -> Figures:
     return counted("-m", "benchmarks.counts", "--json")
 
 
+@pytest.mark.case(65)
 @needs_baseline
 def test_no_call_costs_more_than_its_baseline(now: Figures) -> None:
     baseline = BASELINES[PYTHON]
@@ -80,6 +81,7 @@ def test_no_call_costs_more_than_its_baseline(now: Figures) -> None:
     assert not complaints, "\n".join([*complaints, "is it worth it? then: make cost-baseline"])
 
 
+@pytest.mark.case(65)
 def test_a_streamed_call_enters_few_files(now: Figures) -> None:
     """On the path with the most steps: its second turn renders, proves, samples and parses over three routes."""
     assert now[STREAMED]["files"] <= MOST_FILES, "fold what is small into its one caller: python -m benchmarks.counts --files"

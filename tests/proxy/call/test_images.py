@@ -139,6 +139,7 @@ def requests_of(data: bytes, kind: str = "image/png") -> dict[str, tuple[str, di
 DIALECTS = pytest.mark.parametrize("dialect", sorted(requests_of(RED)))
 
 
+@pytest.mark.case(70)
 @DIALECTS
 def test_an_image_of_any_dialect_is_placed_in_the_ids_that_the_model_saw(
     engine: ScriptedEngine, session: Session, dialect: str
@@ -159,6 +160,7 @@ def test_an_image_of_any_dialect_is_placed_in_the_ids_that_the_model_saw(
     assert not any(row["loss_mask"][start : start + 4])
 
 
+@pytest.mark.case(71)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_images_of_several_turns_and_in_tool_results_make_one_row(
     engine: ScriptedEngine, session: Session, stream: bool
@@ -302,6 +304,7 @@ def results_of(data: bytes, call_id: str) -> dict[str, tuple[str, dict[str, Any]
     }
 
 
+@pytest.mark.case(71)
 @pytest.mark.parametrize("dialect", ["responses", "messages", "gemini"])
 def test_an_image_in_a_tool_result_of_any_dialect_is_placed(session: Session, dialect: str) -> None:
     answer = post(session, *results_of(RED, "toolu_1")[dialect])
@@ -311,6 +314,7 @@ def test_an_image_in_a_tool_result_of_any_dialect_is_placed(session: Session, di
     assert [each for each, _ in placed(call)] == [digest(RED)]
 
 
+@pytest.mark.case(70)
 def test_the_same_bytes_in_any_form_are_one_image(engine: ScriptedEngine, session: Session, store: redis.Redis) -> None:
     """Another base64, another declared type, another dialect's form, and the digest that names it."""
     session = session_of(session)
@@ -346,6 +350,7 @@ def session_of(session: Session) -> Session:
     return session._service.session()
 
 
+@pytest.mark.case(71)
 def test_an_edited_image_branches_though_its_ids_are_the_same(engine: ScriptedEngine, session: Session) -> None:
     first = session.answer([user(image(RED), "which?")])
     session.answer([user(image(RED), "which?"), first, user("sure?")])
@@ -358,6 +363,7 @@ def test_an_edited_image_branches_though_its_ids_are_the_same(engine: ScriptedEn
     assert accounting["complete"] and accounting["quarantined"] == []
 
 
+@pytest.mark.case(71)
 def test_a_sliding_window_of_screenshots_branches_and_stores_no_image_twice(
     engine: ScriptedEngine, session: Session, store: redis.Redis
 ) -> None:
@@ -515,6 +521,7 @@ BAD = {
 }
 
 
+@pytest.mark.case(79)
 @DIALECTS
 @pytest.mark.parametrize("bad", BAD)
 def test_a_bad_image_is_refused_in_the_dialects_shape_and_nothing_is_kept(
@@ -533,6 +540,7 @@ def test_a_bad_image_is_refused_in_the_dialects_shape_and_nothing_is_kept(
     assert keys_of(store) == before
 
 
+@pytest.mark.case(79)
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
@@ -565,6 +573,7 @@ def test_what_cannot_be_placed_is_refused_and_nothing_is_kept(
     assert session.answer("still there?")["content"]
 
 
+@pytest.mark.case(79)
 @DIALECTS
 def test_a_model_that_takes_no_images_says_so_in_the_dialects_shape(
     engine: ScriptedEngine, session: Session, store: redis.Redis, dialect: str
@@ -595,6 +604,7 @@ def test_other_formats_are_taken(engine: ScriptedEngine, session: Session, kind:
     assert engine.last.body["content_parts"][0]["url"] == url_of(data, f"image/{kind.lower()}")
 
 
+@pytest.mark.case(72)
 def test_a_placeholder_is_never_sampled_nor_trained(engine: ScriptedEngine, session: Session) -> None:
     """An engine that is given images would take a sampled one for the next image's. This engine heeds no bias."""
     pad = SEEING.id_of(PAD)

@@ -165,6 +165,7 @@ def test_a_key_opens_nothing_once_another_process_has_closed_its_session(
 # Processes that die
 
 
+@pytest.mark.case(43)
 def test_a_call_of_a_killed_process_is_dangling_and_holds_no_close(
     engine: ScriptedEngine, redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

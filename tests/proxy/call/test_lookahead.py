@@ -84,6 +84,7 @@ def candidates_of(engine: ScriptedEngine, number: int = -1) -> list[list[int]]:
 # What the harness sees
 
 
+@pytest.mark.case(93)
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_harness_sees_the_most_probable_of_the_candidates_and_all_are_recorded(
     engine: ScriptedEngine, service: RunningService, stream: bool
@@ -407,6 +408,7 @@ def test_a_fork_replays_what_was_chosen(engine: ScriptedEngine, token_service: R
     assert (refused.status_code, "quarantined (not_chosen)" in refused.text) == (400, True)
 
 
+@pytest.mark.case(93)
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_a_harness_does_every_candidate_is_counted_once_and_no_unseen_one_trained(
     engine: ScriptedEngine, token_service: RunningService, seed: int

@@ -124,6 +124,7 @@ def service(engine: ScriptedEngine, redis_server: RedisServer, tmp_path: Path) -
         yield serving
 
 
+@pytest.mark.case(52)
 async def test_five_hundred_streams_at_once_are_kept_apart_and_recorded_in_bounded_memory(
     engine: ScriptedEngine, choir: Choir, service: Serving, redis_server: RedisServer
 ) -> None:

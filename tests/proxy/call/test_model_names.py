@@ -140,6 +140,7 @@ def ask_in_turns(session: Session, engine: ScriptedEngine, names: Sequence[str],
 ALTERNATING = ("opus", "haiku", "opus", "policy", "haiku")
 
 
+@pytest.mark.case(20)
 @pytest.mark.parametrize(("path", "tools"), [("token", True), ("token", False), ("chat", False)])
 def test_calls_that_take_turns_with_the_names_of_one_policy_are_one_row(
     engine: ScriptedEngine, running: Running, path: str, tools: bool
@@ -181,6 +182,7 @@ def test_names_of_two_policies_are_two_rows(engine: ScriptedEngine, redis_server
         assert rows == {"": [first, third], "small": [second]}, "what the other policy said is prompt here"
 
 
+@pytest.mark.case(20)
 @pytest.mark.parametrize("names", [("sonnet",) * 5, ALTERNATING[::-1]], ids=["a name of its own", "in another order"])
 def test_a_fork_that_asks_by_another_name_of_the_policy_does_not_diverge(
     engine: ScriptedEngine, service: RunningService, names: Sequence[str]

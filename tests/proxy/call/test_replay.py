@@ -90,6 +90,7 @@ def sampled(calls: list[dict[str, Any]]) -> list[Any]:
 # What a fork gets
 
 
+@pytest.mark.case(84)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_fork_gets_the_recorded_replies_and_is_sampled_from_the_pivot(
     engine: ScriptedEngine, service: RunningService, stream: bool
@@ -309,6 +310,7 @@ def answer_item(response: dict[str, Any], output: str) -> dict[str, Any]:
     return {"type": "function_call_output", "call_id": call_id, "output": output}
 
 
+@pytest.mark.case(87)
 @pytest.mark.parametrize("instructions", [None, "be brief"])
 def test_a_fork_of_calls_by_chat_is_followed_by_the_ids_of_its_responses(
     engine: ScriptedEngine, token_service: RunningService, instructions: str | None
@@ -354,6 +356,7 @@ def test_what_a_fork_was_given_by_chat_is_no_response_of_it(engine: ScriptedEngi
         copy.client.responses.retrieve(response.id)
 
 
+@pytest.mark.case(87)
 @pytest.mark.parametrize("stored", [True, False])
 def test_whether_a_replayed_response_is_stored_is_what_the_forks_own_request_says(
     engine: ScriptedEngine, token_service: RunningService, stored: bool
@@ -415,6 +418,7 @@ def test_a_retry_gets_the_same_reply_again(engine: ScriptedEngine, token_service
 # Divergence
 
 
+@pytest.mark.case(86)
 def test_a_request_that_was_not_recorded_is_sampled_or_refused(engine: ScriptedEngine, service: RunningService) -> None:
     call_tools(engine)
     origin = service.session()
@@ -442,6 +446,7 @@ def test_a_request_that_was_not_recorded_is_sampled_or_refused(engine: ScriptedE
     assert 'verbatim_replay_requests_total{outcome="diverged"}' in metrics
 
 
+@pytest.mark.case(88)
 def test_a_fork_of_a_fork_diverges_also_after_the_pivot_that_it_replays(
     engine: ScriptedEngine, token_service: RunningService
 ) -> None:
@@ -460,6 +465,7 @@ def test_a_fork_of_a_fork_diverges_also_after_the_pivot_that_it_replays(
     assert row["metadata"]["replay"]["pivot"] == len(second.calls[2]["prompt_ids"]), "and not that of the first fork"
 
 
+@pytest.mark.case(86)
 def test_a_refusal_says_what_was_not_recorded(engine: ScriptedEngine, token_service: RunningService) -> None:
     origin = token_service.session()
     origin.ask("q")
@@ -517,6 +523,7 @@ def test_where_ids_prove_replies_tool_results_may_differ(
     assert accounting["replayed_tokens"] == sum(len(call["completion_ids"]) for call in origin.calls[:2])
 
 
+@pytest.mark.case(91)
 def test_lines_of_a_user_that_change_with_every_run_may_differ(
     engine: ScriptedEngine, token_service: RunningService, other_service: RunningService
 ) -> None:
@@ -575,6 +582,7 @@ def walk(session: Session, seed: int, calls: int) -> None:
         harness.close()
 
 
+@pytest.mark.case(85, 88)
 @pytest.mark.parametrize("seed", range(6))
 def test_in_a_family_of_forks_each_sampled_token_is_counted_once(
     engine: ScriptedEngine, token_service: RunningService, other_service: RunningService, seed: int
@@ -627,6 +635,7 @@ def expected_logprobs(row: dict[str, Any], calls: list[dict[str, Any]]) -> list[
     return expected
 
 
+@pytest.mark.case(89)
 def test_forks_between_pushes_know_whose_weights_sampled_what(tmp_path: Path) -> None:
     """Version 0 samples the origin, 1 its fork, 2 the fork's fork. Each row's own versions are those of what it trains."""
     with running_redis() as redis, ScriptedEngine("qwen3") as engine, RunningService(engine.url, redis.url) as service:
@@ -686,6 +695,7 @@ def test_a_fork_stores_references(engine: ScriptedEngine, token_service: Running
 # Forks that are not opened
 
 
+@pytest.mark.case(92)
 def test_a_fork_that_cannot_be_is_refused_with_the_reason(engine: ScriptedEngine, token_service: RunningService) -> None:
     origin = token_service.session()
     origin.ask("q")

@@ -378,6 +378,7 @@ def modes_of(call: Any) -> list[str]:
     return [mode for mode, *_ in call["logprob_modes"]]
 
 
+@pytest.mark.case(64)
 def test_a_grammar_that_the_engine_adds_by_itself_masks(engine: ScriptedEngine, token_service: RunningService) -> None:
     """As vLLM does for some tool parsers, whatever the request says: only the rendering tells."""
     engine.adds = {"structured_outputs": {"structural_tag": "{}", "regex": None, "_backend_was_auto": False}}
@@ -431,6 +432,7 @@ CHAT_ONLY: dict[str, tuple[dict[str, Any], str, set[str]]] = {
 }
 
 
+@pytest.mark.case(64)
 def test_a_chat_engine_is_judged_by_all_that_it_was_sent(running: Running) -> None:
     """It does not say what it makes of it: tools may become a grammar."""
     engine, services = running[0].reset(), running[1]
@@ -445,6 +447,7 @@ def test_a_chat_engine_is_judged_by_all_that_it_was_sent(running: Running) -> No
 FIXED = {"temperature", "top_p", "top_k", "seed", "max_tokens", "stop"}
 
 
+@pytest.mark.case(64)
 def test_a_lease_can_leave_a_mode_out_and_the_sum_still_holds(engine: ScriptedEngine, own_redis: str) -> None:
     """The masked turn is context of the raw one, not trained; given back, the group is whole again for who wants all of it."""
     from tests.support.service.running_service import TRAINER

@@ -151,6 +151,7 @@ def test_a_history_that_names_a_call_of_another_process_is_hashed_again_once_tha
     assert after == fresh.extend_chain(ROOTS[0], history).fingerprints != before.fingerprints
 
 
+@pytest.mark.case(17)
 def test_the_root_of_a_call_is_that_of_its_own_tools_whatever_was_offered_before() -> None:
     session = Session(SessionInfo("s", b"", 0.0))
     told: list[Any] = [True, 1, 1.0, None, "1", [], {}]
@@ -160,6 +161,7 @@ def test_the_root_of_a_call_is_that_of_its_own_tools_whatever_was_offered_before
         assert session.roots(*asked) == (root_key(*asked), root_key(policy, tools, {}))
 
 
+@pytest.mark.case(30)
 @pytest.mark.parametrize("named", ["a" * 24, "b" * 24])
 def test_of_two_calls_that_said_the_same_the_one_goes_on_whose_id_the_reply_carries(named: str) -> None:
     """Two samples of one request make the same tool call: nothing but the id that was minted into it tells them apart."""

@@ -61,6 +61,7 @@ def ask(running: Any, session: Session, at: str, said: str, messages: list[Any])
     return {name: value for name, value in message.items() if value is not None}
 
 
+@pytest.mark.case(54)
 @pytest.mark.parametrize("unknown", ["none", "sampled"])
 @pytest.mark.parametrize("goes_on", ["token", "chat"])
 def test_what_follows_a_call_without_ids_is_sampled_after_the_whole_history(running: Any, unknown: str, goes_on: str) -> None:
@@ -84,6 +85,7 @@ def test_what_follows_a_call_without_ids_is_sampled_after_the_whole_history(runn
     assert third["logprobs"] == logprobs_of(third["prompt_ids"], third["completion_ids"])
 
 
+@pytest.mark.case(54)
 def test_a_prompt_of_text_goes_on_from_a_reply_without_prompt_ids_afresh(running: Any) -> None:
     """The completions endpoint: the reply's ids are known, what they were sampled after is not."""
     engine, services, engines = running

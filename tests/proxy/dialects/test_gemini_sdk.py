@@ -164,6 +164,7 @@ SAID: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.case(38)
 @pytest.mark.parametrize("said", SAID)
 def test_a_stream_says_what_a_whole_reply_says(
     engine: ScriptedEngine, service: RunningService, client_of: Clients, said: dict[str, Any]
@@ -325,6 +326,7 @@ def test_logprobs_are_those_that_were_sampled(
 # Chats and replays
 
 
+@pytest.mark.case(37)
 def test_a_chat_with_automatic_function_calling_is_one_conversation(
     engine: ScriptedEngine, service: RunningService, client_of: Clients
 ) -> None:
@@ -520,6 +522,7 @@ def test_arguments_that_are_no_object_come_back_as_they_were(
 # What is asked beside calls
 
 
+@pytest.mark.case(41)
 def test_counting_and_listing_record_nothing(engine: ScriptedEngine, service: RunningService, client_of: Clients) -> None:
     session = service.session()
     for version in ("v1", "v1beta"):

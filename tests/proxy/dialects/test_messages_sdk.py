@@ -159,6 +159,7 @@ def test_thinking_is_shown_where_it_was_asked_for(service: RunningService, engin
     assert any(body.get("chat_template_kwargs") == {"enable_thinking": False} for body in asked)
 
 
+@pytest.mark.case(37)
 @pytest.mark.parametrize("streamed", [False, True])
 def test_parallel_tool_calls(service: RunningService, engine: ScriptedEngine, streamed: bool) -> None:
     engine.say(engine.family.speak("Looking.", calls=[("lookup", {"key": "alpha"}), ("lookup", {"key": "beta"})]))
@@ -246,6 +247,7 @@ def test_sampling_and_effort_reach_the_engine(token_service: RunningService, eng
     assert rendered["reasoning_effort"] == "high"
 
 
+@pytest.mark.case(38)
 def test_events_come_in_order_and_in_the_vendors_shapes(service: RunningService, engine: ScriptedEngine) -> None:
     engine.say(engine.family.speak("Looking.", reasoning="hm", calls=[("lookup", {"key": "alpha"})]))
     with harness(service) as agent:
@@ -364,6 +366,7 @@ def test_a_replay_without_its_white_space_is_still_the_reply(service: RunningSer
         assert {call["branch_reason"] for call in calls} == {None}
 
 
+@pytest.mark.case(21)
 @pytest.mark.parametrize("header", [[], ["cch=1;"], ["cch=1;", "cch=22;"]])
 @pytest.mark.parametrize("placed", ["first", "last"])
 def test_the_volatile_header_changes_nothing(
@@ -533,6 +536,7 @@ def test_a_reply_of_another_service_is_a_prompt_like_any(token_service: RunningS
 # What goes wrong
 
 
+@pytest.mark.case(39)
 def test_every_error_is_the_sdks_own_exception(service: RunningService, engine: ScriptedEngine) -> None:
     with harness(service) as agent:
         agent.session.ask("is there")
@@ -643,6 +647,7 @@ def test_a_harness_that_goes_away_ends_the_call(service: RunningService, engine:
 # Counting and listing
 
 
+@pytest.mark.case(41)
 def test_counting_tokens_records_no_call(service: RunningService, engine: ScriptedEngine) -> None:
     asked: Any = {"model": "policy", "system": "Be kind.", "messages": [user(text("q"))], "tools": TOOLS}
     with harness(service) as agent:

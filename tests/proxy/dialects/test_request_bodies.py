@@ -64,6 +64,7 @@ def test_a_lone_surrogate_becomes_the_replacement_character_and_a_pair_stays_a_c
     assert decode(rb'{"content": "a\ud800b \ud83d\ude00"}') == {"content": "a\ufffdb \U0001f600"}
 
 
+@pytest.mark.case(22)
 def test_a_lone_surrogate_in_tool_output_is_taken_and_the_next_turn_continues(redis_url: str) -> None:
     """Harnesses cut tool output at a number of UTF-16 units, in the middle of an emoji where one stands there."""
     with ScriptedEngine("qwen3") as engine, RunningService(engine.url, redis_url) as service:

@@ -117,6 +117,7 @@ def test_reasoning_goes_out_as_the_harness_asked_for_it(
     assert session.calls[1]["parent_id"] == session.calls[0]["call_id"]
 
 
+@pytest.mark.case(37)
 def test_parallel_tool_calls_are_items_of_their_own(engine: ScriptedEngine, service: RunningService, stream: bool) -> None:
     engine.say(engine.family.speak(calls=[("lookup", {"key": "a"}), ("lookup", {"key": "b"})]), "both")
     session = service.session()
@@ -604,6 +605,7 @@ async def test_an_agent_of_several_turns_is_one_row(
     assert_one_row(session, 4)
 
 
+@pytest.mark.case(38)
 def test_whole_and_streamed_items_are_the_same(engine: ScriptedEngine, service: RunningService) -> None:
     calls = [("lookup", {"key": "a"}), ("apply_patch", {"input": "x"}), ("lookup", {"key": "b"})]
     engine.say(*[engine.family.speak("let me see", reasoning="think", calls=calls)] * 2)

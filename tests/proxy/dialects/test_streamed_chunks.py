@@ -109,6 +109,7 @@ def told_by_kind(event: Mapping[str, Any]) -> list[str]:
 TOLD = {"chat": told_in_chat, "gemini": told_in_gemini, "messages": told_by_kind, "responses": told_by_kind}
 
 
+@pytest.mark.case(38)
 @pytest.mark.parametrize("dialect", REQUESTS)
 def test_a_chunk_tells_one_thing(service: RunningService, engine: ScriptedEngine, dialect: str) -> None:
     """The end of the text and the calls come out of the engine's parser at the same time, with the end of the reply."""

@@ -72,6 +72,7 @@ def check_rows(service: RunningService, session: Session, *engines: ScriptedEngi
 # An engine that is another one.
 
 
+@pytest.mark.case(13)
 @pytest.mark.parametrize("service_stays", [True, False])
 @pytest.mark.parametrize(("before", "after"), [("glm4", "qwen3"), ("gemma", "mistral"), ("qwen3", "qwen3")])
 def test_a_model_with_another_tokenizer_is_not_given_the_ids_of_the_one_before(

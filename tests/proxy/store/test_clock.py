@@ -23,6 +23,7 @@ def engine() -> Iterator[ScriptedEngine]:
         yield engine
 
 
+@pytest.mark.case(69)
 @pytest.mark.parametrize("apart", [DAYS, -DAYS])
 def test_leases_and_groups_outlive_a_service_whose_clock_is_days_off(
     engine: ScriptedEngine, redis_url: str, monkeypatch: pytest.MonkeyPatch, apart: float
@@ -69,6 +70,7 @@ def test_leases_and_groups_outlive_a_service_whose_clock_is_days_off(
         assert acked.status_code == 200, acked.text
 
 
+@pytest.mark.case(69)
 async def test_what_a_session_is_written_at_is_rediss_time(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     now = RedisClock(store.connection).now
     began = await now()

@@ -72,6 +72,7 @@ async def test_a_group_is_ready_when_its_size_is_reached_and_is_leased_whole(sto
     assert await counted(store) == {"leased": 1}
 
 
+@pytest.mark.case(46)
 async def test_an_expired_lease_is_redelivered_and_its_late_acknowledgement_refused(store: Store) -> None:
     await fill(store, "g", member("a"))
     first = await lease_one(store, now=10.0)
@@ -91,6 +92,7 @@ async def test_an_acknowledgement_after_the_deadline_is_refused_even_if_nobody_t
     assert names(await lease(store, now=71.0)) == ["g"]
 
 
+@pytest.mark.case(46)
 async def test_an_acknowledged_group_is_never_delivered_again(store: Store) -> None:
     await fill(store, "g", member("a"))
     taken = await lease_one(store)
@@ -158,6 +160,7 @@ async def test_require_all_waits_for_a_replacement_of_a_failed_member(store: Sto
     assert list((await lease_one(store)).groups[0].session_ids) == ["a", "c"]
 
 
+@pytest.mark.case(47)
 async def test_allow_partial_delivers_the_usable_members_once_all_have_closed(store: Store) -> None:
     assert await fill(store, "g", failed("a"), member("b"), size=3, defaults=partial(2)) == "filling"
     assert await fill(store, "g", member("c"), size=3, defaults=partial(2)) == "ready"
@@ -174,6 +177,7 @@ async def test_allow_partial_never_delivers_a_group_without_a_usable_member(stor
     assert await fill(store, "g", failed("a"), defaults=partial(0)) == "dropped"
 
 
+@pytest.mark.case(47)
 async def test_drop_drops_a_group_at_its_first_failed_member(store: Store) -> None:
     assert await fill(store, "g", member("a"), failed("b"), size=3, defaults=DROP) == "dropped"
     assert await fill(store, "g", member("c"), size=3, defaults=DROP) == "dropped"

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import pytest
+
 from proxy.errors import Conflict
 from proxy.store.delivery import LeaseQuery
 from proxy.store.groups import GroupDefaults, GroupMember, LeaseRecord
@@ -72,6 +74,7 @@ def shuffled_members(groups: int, size: int, seed: int) -> list[tuple[str, str]]
     return members
 
 
+@pytest.mark.case(46)
 def test_every_group_is_acknowledged_exactly_once(redis_kind: RedisKind) -> None:
     """At the store, by threads with connections of their own; one in five consumers forgets its lease, or comes too late."""
     redis_kind.flushall()

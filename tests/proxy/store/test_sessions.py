@@ -90,6 +90,7 @@ async def test_a_cache_that_knows_more_calls_than_there_are_is_told_that_its_ses
     assert (await store.sessions.begin("s1", 1, intent())).status == "missing"
 
 
+@pytest.mark.case(44)
 async def test_a_duplicate_commit_is_a_no_op_also_after_the_close(store: Store) -> None:
     await store.sessions.create(session())
     assert await store.sessions.commit("s1", "c1", {"c1": b"one"}) == 1
@@ -99,6 +100,7 @@ async def test_a_duplicate_commit_is_a_no_op_also_after_the_close(store: Store) 
     assert await store.sessions.load_records("s1") == [b"one"]
 
 
+@pytest.mark.case(44)
 async def test_a_conflicting_commit_fails_closed_and_writes_nothing(store: Store) -> None:
     await store.sessions.create(session())
     await store.sessions.begin("s1", 0, intent("c1"))
@@ -109,6 +111,7 @@ async def test_a_conflicting_commit_fails_closed_and_writes_nothing(store: Store
     assert await store.sessions.load_intents("s1") == [intent("c1")]
 
 
+@pytest.mark.case(45)
 async def test_a_late_writer_gets_a_conflict_once_the_session_is_frozen(store: Store) -> None:
     await store.sessions.create(session())
     await store.sessions.begin("s1", 0, intent("c1"))
@@ -176,6 +179,7 @@ async def test_close_keeps_status_reward_and_error_and_may_be_repeated_but_not_c
         await store.sessions.close("s1", "completed", None, None, 9.5)
 
 
+@pytest.mark.case(32)
 async def test_concurrent_commits_of_one_session_are_all_recorded(store: Store) -> None:
     await store.sessions.create(session())
     counts = await asyncio.gather(*(store.sessions.commit("s1", f"c{i}", {f"c{i}": str(i).encode()}) for i in range(200)))

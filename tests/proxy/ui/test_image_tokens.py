@@ -57,6 +57,7 @@ def spans(record: dict[str, Any]) -> list[list[Any]]:
     return [[number, each["digest"], each["start"], each["start"] + each["length"]] for number, each in media]
 
 
+@pytest.mark.case(77)
 def test_a_page_of_tokens_names_the_images_that_they_stand_for(service: RunningService, session: Session) -> None:
     home = f"/ui/sessions/{session.session_id}"
     (row,) = session.trajectories()[0]
@@ -94,6 +95,7 @@ def test_the_image_of_a_span_is_as_it_was_sent(service: RunningService, session:
         assert service.request("GET", f"{home}/{unknown}").status_code == 404
 
 
+@pytest.mark.case(77)
 def test_an_exported_page_has_each_image_once(service: RunningService, session: Session) -> None:
     page = service.request("GET", f"/ui/sessions/{session.session_id}/download/page.html").text
     for data in (RED, BLUE):
@@ -106,6 +108,7 @@ def test_an_exported_page_has_each_image_once(service: RunningService, session: 
 SEEN = "return [...document.querySelectorAll('.stream .image')].map((e) => [e.innerText, e.querySelector('img')?.naturalWidth])"
 
 
+@pytest.mark.case(77)
 def test_the_placeholders_of_an_image_are_one_span_with_the_image(
     service: RunningService, session: Session, tmp_path: Path
 ) -> None:

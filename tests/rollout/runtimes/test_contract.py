@@ -670,6 +670,7 @@ async def _worked(place: Place, word: str) -> None:
     await python(runtime, DETACHED, word, "600", timeout_seconds=600)
 
 
+@pytest.mark.case(67)
 async def test_folders_nested_deeper_than_a_path_is_long_go_with_their_runtime(place: Place) -> None:
     """Their removal broke on Python's limit of recursion, at the end of the rollout and at every later start of the node. They are as
     many here as break on that, on the length of a path and on the number of open descriptors."""

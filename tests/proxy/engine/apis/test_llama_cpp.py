@@ -34,6 +34,7 @@ def describe(service: RunningService) -> dict[str, Any]:
     return dict(replica)
 
 
+@pytest.mark.case(11)
 @pytest.mark.parametrize(
     ("stream", "tools"),
     [(False, None), (True, None), (False, TOOLS), (True, TOOLS)],

@@ -95,6 +95,7 @@ def service() -> Iterator[RunningService]:
         yield service
 
 
+@pytest.mark.case(11)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_reply_without_ids_is_served_recorded_and_quarantined(service: RunningService, stream: bool) -> None:
     session = service.session()

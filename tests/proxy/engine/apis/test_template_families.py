@@ -227,6 +227,7 @@ def test_a_thinking_conversation_branches_where_its_template_drops_the_thinking_
     assert_rows_true(talk, rows=1 + sum(reason is not None for reason in reasons))
 
 
+@pytest.mark.case(2)
 def test_a_split_of_its_own_survives_every_familys_next_turn(engine: ScriptedEngine, service: RunningService) -> None:
     family = engine.reset().family
     canonical = family.encode(family.speak("fishing"))
@@ -245,6 +246,7 @@ def test_a_split_of_its_own_survives_every_familys_next_turn(engine: ScriptedEng
     assert_rows_true(talk, rows=1)
 
 
+@pytest.mark.case(62)
 @pytest.mark.parametrize(
     ("engine", "calls", "usual", "other"),
     [
@@ -283,6 +285,7 @@ def test_a_reply_that_ends_with_the_models_other_end_token_is_continued_and_decl
     assert_rows_true(talk, rows=1)
 
 
+@pytest.mark.case(6)
 def test_a_literal_end_of_turn_in_what_the_user_and_the_tool_say_changes_nothing(
     engine: ScriptedEngine, service: RunningService
 ) -> None:

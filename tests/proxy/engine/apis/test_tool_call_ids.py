@@ -112,6 +112,7 @@ def asked_of(messages: list[Message]) -> list[list[Message]]:
     return [messages[:at] for at, message in enumerate(messages) if message["role"] == "assistant"]
 
 
+@pytest.mark.case(61)
 def test_a_tool_loop_is_one_row_whose_prompts_show_the_engines_own_ids(engine: ScriptedEngine, service: RunningService) -> None:
     session = service.session()
     messages = play(engine, session)
@@ -136,6 +137,7 @@ def test_a_tool_loop_is_one_row_whose_prompts_show_the_engines_own_ids(engine: S
         assert call["logprobs"] == logprobs_of(call["prompt_ids"], call["completion_ids"])
 
 
+@pytest.mark.case(60)
 def test_a_fresh_rendering_shows_them_too(engine: ScriptedEngine, service: RunningService) -> None:
     """The harness edits its first message: nothing of the history is known, but the calls that ids name."""
     session = service.session()
@@ -168,6 +170,7 @@ def test_counting_tokens_shows_them_too(engine: ScriptedEngine, service: Running
     assert counted == len(engine.family.render(native))
 
 
+@pytest.mark.case(60)
 def test_another_process_and_a_fork_know_them(
     engine: ScriptedEngine, services: dict[str, list[RunningService]], service: RunningService
 ) -> None:
@@ -276,6 +279,7 @@ def by_gemini(session: Session, urls: dict[str, str]) -> None:
         chat.send_message(types.Part(function_response=response))
 
 
+@pytest.mark.case(60)
 @pytest.mark.parametrize("converse", [by_responses, by_messages, by_gemini])
 def test_every_dialect_shows_the_engine_its_own_ids(
     engine: ScriptedEngine, service: RunningService, converse: Callable[[Session, dict[str, str]], None]

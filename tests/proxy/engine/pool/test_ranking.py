@@ -26,6 +26,7 @@ def homes(members: list[Replica]) -> dict[str, str]:
     return {session: rank_replicas(session, members)[0].name for session in SESSIONS}
 
 
+@pytest.mark.case(51)
 @settings(max_examples=25)
 @given(count=st.integers(1, 8), first=st.integers(0, 200), lost=st.integers(0, 8))
 def test_adding_or_losing_a_replica_moves_its_share_and_nothing_else(count: int, first: int, lost: int) -> None:

@@ -68,6 +68,7 @@ def number(service: RunningService, metric: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith((f"{metric} ", f"{metric}{{")))
 
 
+@pytest.mark.case(51)
 def test_one_of_three_replicas_is_killed_and_returns_and_no_harness_notices(redis_url: str) -> None:
     """A dozen sessions talk meanwhile. A call that had begun to be sampled fails with a 502, which every SDK tries again; one
     that had not goes to another replica inside the service."""

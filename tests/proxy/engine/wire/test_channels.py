@@ -195,6 +195,7 @@ REFUSED = b"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\nContent-Lengt
 CUT_REFUSAL = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 400\r\n\r\nlate"
 
 
+@pytest.mark.case(68)
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
 @pytest.mark.parametrize("told", [REFUSED, CUT_REFUSAL], ids=["whole", "cut"])
 @pytest.mark.parametrize("size", [2, 4 << 20], ids=["small", "large"])

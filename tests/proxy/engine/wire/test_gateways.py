@@ -68,6 +68,7 @@ def refusing_nginx(folder: Path) -> Iterator[str]:
         server.wait(60)
 
 
+@pytest.mark.case(68)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("api", ["token", "chat"])
 def test_what_a_gateway_refuses_at_a_requests_head_is_refused_with_503(
