@@ -87,7 +87,7 @@ class RuntimeSettings:
     container_flags: tuple[str, ...] = ()
     """Flags of the container engine before its subcommand, as a shell splits them."""
     container_run_flags: tuple[str, ...] = ()
-    """Flags of its `run`, as a shell splits them."""
+    """Flags of its `run`, as a shell splits them: --runtime runc, --storage-opt size=20G."""
     installs_kept: int = 32
     """How many installed harnesses are kept for later runtimes: as many folders, and as many image layers. The least recently used are
     removed, never one in use."""
@@ -98,7 +98,7 @@ class RuntimeSettings:
     apptainer_writable: str = "overlay"
     """overlay: what an instance writes is stored in that folder. tmpfs: in memory, as much as apptainer.conf allows."""
     apptainer_flags: tuple[str, ...] = ()
-    """Flags of `instance start`, as a shell splits them."""
+    """Flags of `instance start`, as a shell splits them, such as --fakeroot."""
     apptainer_root: str = "refused"
     """allowed: a node that runs as root starts instances all the same."""
     kubernetes_context: str | None = None
@@ -112,18 +112,20 @@ class RuntimeSettings:
     kubernetes_seccomp_profile: str | None = None
     """The system call filter of pods: a file below the seccomp folder of the cluster's machines. None: the cluster's default filter."""
     kubernetes_pod_fields: PodFields = field(default_factory=PodFields)
-    """JSON in the variable. A task may add to the node selector, and to nothing else."""
+    """What every pod gets, as JSON in Kubernetes' own spelling: any of annotations, nodeSelector, tolerations, runtimeClassName,
+    priorityClassName. A task may add to the node selector, and to nothing else."""
     kubernetes_network_policy: str = "made"
-    """made: the node makes the NetworkPolicy that restricts pods to the proxy. given: the namespace must have one that selects them.
+    """made: the node makes the NetworkPolicy that restricts pods to the proxy. given: the namespace must have one that selects
+    `verbatim.network: proxy`, or nothing starts.
     elsewhere: pods are restricted by other means, and no policy is looked for."""
     kubernetes_proxy_pods: Mapping[str, str] = field(default_factory=dict)
-    """Labels of the proxy's pods if it is behind a Service: policies match those. NAME=VALUE, separated by commas, in the variable."""
+    """Labels of the proxy's pods if it is behind a Service: policies match those. As app=verbatim,tier=api in the variable."""
     kubernetes_proxy_namespace: str | None = None
     """Namespace of those pods. None: the runtimes' own."""
     kubernetes_start_seconds: float = 900.0
-    """For a pod to be scheduled and its image to be pulled."""
+    """Seconds for a pod to be scheduled and its image to be pulled."""
     kubernetes_deadline_seconds: int = 86400
-    """After which the cluster ends a pod, whatever became of the node."""
+    """Seconds after which the cluster ends a pod, whatever became of the node."""
     kubernetes_pod: str | None = None
     """The node's own pod: POD_NAME, POD_UID and POD_NAMESPACE. With the first two, it owns the pods of runtimes in its namespace, and the
     cluster removes them with it."""

@@ -298,7 +298,7 @@ VERSIONED = re.compile(
 
 def test_one_version_is_said_everywhere() -> None:
     """Where a file cannot read it from pyproject.toml it says the same: the chart, tags of images, and commands that make these."""
-    files = [*(ROOT / "deploy").glob("*.*"), *(ROOT / "docs").glob("*.md"), ROOT / "helm/verbatim/Chart.yaml"]
+    files = [*(ROOT / "deploy").rglob("*.*"), *(ROOT / "docs").glob("*.md"), ROOT / "helm/verbatim/Chart.yaml"]
     said = [(path.name, found[1]) for path in files for found in VERSIONED.finditer(path.read_text())]
     assert {name for name, _ in said} >= {"Chart.yaml", "compose.yaml", "compose.gpu.yaml", "deploy.md", "vllm.Dockerfile"}
     assert [each for each in said if each[1] != PROJECT["version"]] == []

@@ -1,4 +1,4 @@
-"""What docs/deploy.md says to put before the service and beside it: real nginx and real Lua find the session of a request."""
+"""What docs/deploy.md and deploy/kubernetes put before the service and beside it: real nginx and real Lua find a request's session."""
 
 from __future__ import annotations
 
@@ -47,22 +47,19 @@ http {{
 """
 
 
-def block(language: str, containing: str) -> str:
-    blocks = re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    (found,) = [each for each in blocks if containing in each]
-    return str(found)
+FILES = CHART.parents[1] / "deploy" / "kubernetes"
 
 
-def documents(containing: str) -> dict[str, Any]:
+def documents(*names: str) -> dict[str, Any]:
     """By kind; values of a chart have none."""
-    return {each.get("kind", ""): each for each in yaml.safe_load_all(block("yaml", containing))}
+    return {each.get("kind", ""): each for name in names for each in yaml.safe_load_all((FILES / name).read_text())}
 
 
 def test_nginx_sends_by_the_session(tmp_path: Path) -> None:
     binary = require("nginx")
     user = "user root;" if os.geteuid() == 0 else ""
     configuration = tmp_path / "nginx.conf"
-    configuration.write_text(NGINX.format(folder=tmp_path, user=user, maps=block("nginx", "$verbatim_session")))
+    configuration.write_text(NGINX.format(folder=tmp_path, user=user, maps=(FILES / "session.nginx.conf").read_text()))
     server = subprocess.Popen([binary, "-e", "stderr", "-c", str(configuration)])
     try:
         wait_until(lambda: server.poll() is not None or (tmp_path / "socket").exists(), 60, "nginx")
@@ -79,7 +76,7 @@ def test_nginx_sends_by_the_session(tmp_path: Path) -> None:
 
 def test_envoy_sends_by_the_session_and_by_no_header_of_a_client() -> None:
     lua = LuaRuntime()
-    lua.execute(documents("EnvoyExtensionPolicy")["EnvoyExtensionPolicy"]["spec"]["lua"][0]["inline"])
+    lua.execute(documents("envoy-gateway.yaml")["EnvoyExtensionPolicy"]["spec"]["lua"][0]["inline"])
     # As Envoy gives them: a method for each, and nothing for a header that is not there.
     handle = lua.eval("""function(given)
       local headers = {}
@@ -92,12 +89,12 @@ def test_envoy_sends_by_the_session_and_by_no_header_of_a_client() -> None:
         given = lua.table_from({":path": path, "x-verbatim-session": "forged", **headers})
         lua.globals().envoy_on_request(handle(given))
         assert given["x-verbatim-session"] == wanted, path
-    balancer = documents("EnvoyExtensionPolicy")["BackendTrafficPolicy"]["spec"]["loadBalancer"]
+    balancer = documents("envoy-gateway.yaml")["BackendTrafficPolicy"]["spec"]["loadBalancer"]
     assert balancer["consistentHash"] == {"type": "Header", "header": {"name": "x-verbatim-session"}}
 
 
 def test_envoy_routes_what_the_charts_ingress_routes() -> None:
-    rules = documents("HTTPRoute")["HTTPRoute"]["spec"]["rules"]
+    rules = documents("envoy-gateway.yaml")["HTTPRoute"]["spec"]["rules"]
     # More than eight matches in a rule are refused by older releases of the Gateway API.
     assert all(len(rule["matches"]) <= 8 for rule in rules)
     (ingress,) = the(MATRIX["everything"], "Ingress", "verbatim")["spec"]["rules"]
@@ -106,7 +103,7 @@ def test_envoy_routes_what_the_charts_ingress_routes() -> None:
 
 
 def test_the_production_stacks_engines_are_started_as_verbatim_starts_its_own() -> None:
-    found = documents("servingEngineSpec")
+    found = documents("production-stack.yaml", "policy-replicas.yaml")
     (model,) = found[""]["servingEngineSpec"]["modelSpec"]
     argv, _ = vllm_command(model["modelURL"], 8000, device="gpu")
     told = {flag.partition("=")[0] for flag in model["vllmConfig"]["extraArgs"]}
@@ -118,7 +115,7 @@ def test_the_production_stacks_engines_are_started_as_verbatim_starts_its_own() 
 
 
 def test_the_adapters_rule_names_a_metric_that_there_is() -> None:
-    (rule,) = documents("custom")[""]["rules"]["custom"]
+    (rule,) = documents("prometheus-adapter.yaml")[""]["rules"]["custom"]
     assert rule["seriesQuery"].partition("{")[0] + " " in Metrics().page().decode()
 
 
@@ -130,7 +127,7 @@ def test_the_ingress_sends_by_what_the_page_says() -> None:
         assert told.get("nginx.ingress.kubernetes.io/upstream-hash-by", "") == hash_by
     default = the({"ingress": {"enabled": True, "host": "a.example.com"}}, "Ingress", "verbatim")["metadata"]["annotations"]
     assert f"`ingress.hashBy: {default['nginx.ingress.kubernetes.io/upstream-hash-by']}`" in PAGE
-    assert "map $verbatim_path $verbatim_session" in PAGE
+    assert "map $verbatim_path $verbatim_session" in (FILES / "session.nginx.conf").read_text()
 
 
 def test_every_value_that_the_page_names_is_one_of_the_chart() -> None:
@@ -150,4 +147,5 @@ def test_every_value_that_the_page_names_is_one_of_the_chart() -> None:
             assert found, name
             if found is True:
                 break
-    rendered({"networkPolicy": yaml.safe_load(block("yaml", "proxyFrom"))["networkPolicy"]})
+    (shown,) = [each for each in re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL) if "proxyFrom" in each]
+    rendered({"networkPolicy": yaml.safe_load(shown)["networkPolicy"]})
