@@ -157,9 +157,14 @@ def test_a_trainers_page_says_what_was_run_and_leads_from_install_to_what_to_wat
     assert "Run here" in beginning and "Not run" in beginning
 
 
-@pytest.mark.parametrize("page", TRAINER_PAGES, ids=lambda page: page.stem)
+TRAINER_CODE = [*TRAINER_PAGES, *sorted((ROOT / "examples/trainers").glob("*.py"))]
+
+
+@pytest.mark.parametrize("page", TRAINER_CODE, ids=lambda page: page.name)
 def test_the_code_of_a_trainers_page_parses_and_imports_what_exists(page: Path) -> None:
-    for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+    text = page.read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) if page.suffix == ".md" else [text]
+    for block in blocks:
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trainer_client"):
                 path = ROOT / str(node.module).replace(".", "/")
