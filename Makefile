@@ -45,7 +45,7 @@ help:
 	@echo "make demo ARGS=...   pass flags to the demo; ARGS=--help lists them"
 	@echo "make -f examples/Makefile   the other demos: tasks, images, a real command-line agent that learns"
 	@echo "make test            every test, on a real vLLM and a real redis-server; ARGS=... goes to pytest, WORKERS=N shares them"
-	@echo "make templates       real models' chat templates through the service; ARGS=--write writes docs/templates.md, ARGS='Qwen GLM' plays some"
+	@echo "make templates       real models' chat templates through the service; ARGS=--write writes their page, ARGS='Qwen GLM' plays some"
 	@echo "make test-programs   install what tests need besides: sandboxes, containers, a browser (apt-get, as root)"
 	@echo "make test-harnesses  real command-line agents at work through the service; needs Node.js 20 or newer; ARGS=... goes to pytest"
 	@echo "make test-engines VLLM=0.29.0  another version of vLLM: sessions on each of its paths, recomputed; a row per path in docs/engines.md"

@@ -18,6 +18,7 @@ import harness_pages
 import http_page
 import measurements_page
 import settings_page
+import templates_page
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -30,6 +31,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "reference/measurements.md": measurements_page.render,
     "reference/openapi.json": http_page.render_json,
     "reference/settings.md": settings_page.render,
+    "reference/templates.md": templates_page.render,
 }
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 PICTURE = re.compile(r'<p><img [^>]*\bsrc="([\w/.-]+\.svg)"[^>]*></p>')
