@@ -1,6 +1,7 @@
 """Prometheus metrics of one process. Labels are bounded: no session, call or group ids.
 
-docs/observability.md has the table of them all. Those of weight updates are in proxy/engine/weights/keeper.py.
+The site's table of metrics is made of these texts. Those of weight updates are in proxy/engine/weights/keeper.py, those of tasks in
+proxy/tasks/metrics.py.
 """
 
 from __future__ import annotations
@@ -43,40 +44,45 @@ class StoredGroups(Collector):
         self.free_bytes: int | None = None
 
     def collect(self) -> Iterator[Metric]:
-        groups = GaugeMetricFamily("verbatim_store_groups", "Groups by state.", labels=["state"])
+        groups = GaugeMetricFamily("verbatim_store_groups", "Shared: groups in the store.", labels=["state"])
         for state, number in sorted(self.counts.items()):
             groups.add_metric([state], number)
         yield groups
-        moved = CounterMetricFamily("verbatim_groups", "Groups that came into a state.", labels=["state"])
+        moved = CounterMetricFamily(
+            "verbatim_groups", "Shared: how often a group entered a state, and other group outcomes.", labels=["state"]
+        )
         for state, number in sorted(self.totals.items()):
             moved.add_metric([state], number)
         yield moved
-        free = GaugeMetricFamily("verbatim_store_free_bytes", "Bytes free on the disk of a store on this machine.")
+        free = GaugeMetricFamily(
+            "verbatim_store_free_bytes",
+            "Bytes free on the store's disk; only for a store on the same machine, reached by its socket.",
+        )
         if self.free_bytes is not None:
             free.add_metric([], self.free_bytes)
         yield free
         if self.versions_ahead is not None:
-            text = "Versions until a group that is begun now is leased."
+            text = "Shared: versions until a group begun now is leased; only with admission_staleness."
             yield GaugeMetricFamily("verbatim_admission_versions_ahead", text, value=self.versions_ahead)
 
 
 SUMMED = (
-    ("verbatim_run_truncated", "Closed sessions with a trained row that was cut short.", "truncated"),
-    ("verbatim_run_calls", "Calls of closed sessions.", "calls"),
+    ("verbatim_run_truncated", "Shared: closed sessions with a trained row whose last reply was cut short.", "truncated"),
+    ("verbatim_run_calls", "Shared: calls of closed sessions.", "calls"),
     (
         "verbatim_run_invalid_tool_calls",
-        "Calls of closed sessions with a tool call that cannot be parsed.",
+        "Shared: calls of closed sessions with an invalid tool call.",
         "invalid_tool_calls",
     ),
-    ("verbatim_run_sampled_tokens", "Sampled tokens of closed sessions.", "sampled_tokens"),
-    ("verbatim_run_versions_behind", "Weight versions between the oldest tokens of closed sessions and their ends.", "behind"),
+    ("verbatim_run_sampled_tokens", "Shared: sampled tokens of closed sessions.", "sampled_tokens"),
+    ("verbatim_run_versions_behind", "Shared: weight versions between a session's oldest token and its end, summed.", "behind"),
 )
 CORRECTED = (
-    ("verbatim_run_rewarded", "Closed sessions with a reward.", "rewarded"),
-    ("verbatim_run_summed_reward", "The sum of their rewards.", "reward"),
-    ("verbatim_run_solved", "Those whose reward counts as solved.", "solved"),
-    ("verbatim_run_groups", "Decided groups of two or more.", "groups"),
-    ("verbatim_run_equal_groups", "Those whose rewards are all equal.", "equal_groups"),
+    ("verbatim_run_rewarded", "Shared: closed sessions with a reward, since the store began.", "rewarded"),
+    ("verbatim_run_summed_reward", "Shared: the sum of the rewards of closed sessions.", "reward"),
+    ("verbatim_run_solved", "Shared: closed sessions with a reward of at least VERBATIM_SOLVED_REWARD (1).", "solved"),
+    ("verbatim_run_groups", "Shared: decided groups of two or more.", "groups"),
+    ("verbatim_run_equal_groups", "Shared: decided groups whose rewards are all equal.", "equal_groups"),
 )
 """Sums since the store began that a corrected reward may lower, which no counter may: take their `delta`."""
 PERCENTILES = (10, 50, 90)
@@ -91,7 +97,7 @@ class RunNumbers(Collector):
 
     def collect(self) -> Iterator[Metric]:
         labels = ["policy", "label"]
-        ended = CounterMetricFamily("verbatim_run_rollouts", "Closed sessions by status.", labels=[*labels, "status"])
+        ended = CounterMetricFamily("verbatim_run_rollouts", "Shared: closed sessions.", labels=[*labels, "status"])
         for curve, sums in self._sums():
             for status in ("completed", "failed", "timeout", "cancelled"):
                 ended.add_metric([curve.policy, curve.label, status], sums.count(status))
@@ -102,7 +108,9 @@ class RunNumbers(Collector):
             for curve, sums in self._sums():
                 family.add_metric([curve.policy, curve.label], sums.count(what))
             yield family
-        recent = GaugeMetricFamily("verbatim_run_reward", "Rewards of the last hour.", labels=[*labels, "percentile"])
+        recent = GaugeMetricFamily(
+            "verbatim_run_reward", "Shared: rewards of the last hour, to two digits.", labels=[*labels, "percentile"]
+        )
         for curve in self.recent:
             (whole,) = merge([Curve(curve.policy, curve.label, [replace(point, start=0) for point in curve.points])]) or [
                 Point(0)
@@ -126,9 +134,9 @@ class EngineNumbers(Collector):
 
     def collect(self) -> Iterator[Metric]:
         labels = ["replica", "policy"]
-        up = GaugeMetricFamily("verbatim_engine_up", "Whether a replica serves.", labels=labels)
-        stalled = GaugeMetricFamily("verbatim_engine_stalled", "Whether a replica shows no sign of life.", labels=labels)
-        calls = GaugeMetricFamily("verbatim_engine_calls_in_flight", "Calls under way at a replica.", labels=labels)
+        up = GaugeMetricFamily("verbatim_engine_up", "1: the replica serves, 0: it does not.", labels=labels)
+        stalled = GaugeMetricFamily("verbatim_engine_stalled", "1: the replica has calls and samples nothing.", labels=labels)
+        calls = GaugeMetricFamily("verbatim_engine_calls_in_flight", "Calls in flight at a replica.", labels=labels)
         # One that returns while its earlier calls still drain is there twice.
         serves: Tally[tuple[str, str]] = Tally()
         hang: Tally[tuple[str, str]] = Tally()
@@ -143,7 +151,7 @@ class EngineNumbers(Collector):
             stalled.add_metric(named, number)
         for named, number in in_flight.items():
             calls.add_metric(named, number)
-        waiting = GaugeMetricFamily("verbatim_engine_queue", "Calls that wait for a replica.", labels=["policy"])
+        waiting = GaugeMetricFamily("verbatim_engine_queue", "Calls that wait for a replica with room.", labels=["policy"])
         for policy, number in self._waiting().items():
             waiting.add_metric([policy], number)
         yield from (up, stalled, calls, waiting)
@@ -164,15 +172,15 @@ class SessionNumbers(Collector):
         self._sessions = sessions
 
     def collect(self) -> Iterator[Metric]:
-        text = "Sessions with calls that were opened for another call, by where they were."
+        text = "Calls that continue a session, by where it was: in memory, there but stripped of its texts, or in the store."
         opened = CounterMetricFamily("verbatim_session_opens", text, labels=["found"])
         opened.add_metric(["memory"], self._sessions.found)
         opened.add_metric(["stripped"], self._sessions.restored)
         opened.add_metric(["store"], self._sessions.reloaded)
         yield opened
-        text = "Estimated memory of the sessions that this process keeps."
+        text = "What the sessions kept in memory are estimated to take."
         yield GaugeMetricFamily("verbatim_session_memory_bytes", text, value=self._sessions.memory_bytes)
-        text = "The most that it may be."
+        text = "The most that sessions in memory may take."
         yield GaugeMetricFamily("verbatim_session_memory_limit_bytes", text, value=self._sessions.capacity_bytes)
 
 
@@ -182,52 +190,85 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._calls = Counter("verbatim_calls", "Recorded calls.", ("dialect", "api", "status"), registry=self.registry)
-        self._tokens = Counter("verbatim_tokens", "Tokens of recorded calls.", ("kind",), registry=self.registry)
+        self._tokens = Counter(
+            "verbatim_tokens",
+            "Tokens of recorded calls: prompt (only what the call added to its context) and sampled.",
+            ("kind",),
+            registry=self.registry,
+        )
         self._branches = Counter(
-            "verbatim_branches", "Calls that do not extend their parent.", ("reason",), registry=self.registry
+            "verbatim_branches", "Calls that do not simply extend their parent.", ("reason",), registry=self.registry
         )
         self._projections = Counter(
             "verbatim_projections",
-            "Calls that continue a reply otherwise than it was sampled.",
+            "Calls that continue a reply otherwise than it was sampled: changed, or with the template's turn end (turn_end).",
             ("projection",),
             registry=self.registry,
         )
         self._refused = Counter(
-            "verbatim_refused", "Calls answered with an error.", ("dialect", "code"), registry=self.registry
+            "verbatim_refused",
+            "Calls answered with an error; as dialect control, requests to the control side without a valid token.",
+            ("dialect", "code"),
+            registry=self.registry,
         )
         self._dropped = Counter(
-            "verbatim_tools_dropped", "Tools offered that no engine can serve.", ("dialect", "kind"), registry=self.registry
+            "verbatim_tools_dropped",
+            "Tools that harnesses offered and no engine can serve.",
+            ("dialect", "kind"),
+            registry=self.registry,
         )
         self._seconds = Histogram(
-            "verbatim_call_seconds", "Seconds of a call by part.", ("part",), registry=self.registry, buckets=_SECONDS
+            "verbatim_call_seconds",
+            "Time of a recorded call: planning and sampling, and the rest until it is stored.",
+            ("part",),
+            registry=self.registry,
+            buckets=_SECONDS,
         )
         self._recalled = Counter(
-            "verbatim_replay_requests", "Requests of forks before their pivot.", ("outcome",), registry=self.registry
+            "verbatim_replay_requests",
+            "Requests of forks before their pivot: replayed, or diverged.",
+            ("outcome",),
+            registry=self.registry,
         )
-        self._in_flight = Gauge("verbatim_calls_in_flight", "Calls under way in this process.", registry=self.registry)
+        self._in_flight = Gauge("verbatim_calls_in_flight", "Calls in flight.", registry=self.registry)
         # Looking a labelled metric up costs more than counting.
         self._engine_seconds, self._own_seconds = self._seconds.labels("engine"), self._seconds.labels("own")
         self._prompt_tokens, self._sampled_tokens = self._tokens.labels("prompt"), self._tokens.labels("sampled")
-        self._held_back = Counter("verbatim_backpressure", "Sessions refused: too much is undelivered.", registry=self.registry)
-        self._expired = Counter("verbatim_expired_sessions", "Sessions closed because they were idle.", registry=self.registry)
+        self._held_back = Counter(
+            "verbatim_backpressure", "Sessions refused because of what trainers have not taken yet.", registry=self.registry
+        )
+        self._expired = Counter(
+            "verbatim_expired_sessions", "Sessions closed as timeout because they were idle.", registry=self.registry
+        )
         self._retained = Counter(
             "verbatim_retained_sessions", "Closed sessions taken out of the store.", ("step",), registry=self.registry
         )
         self._sweep_age = Gauge(
-            "verbatim_sweep_age_seconds", "Seconds since the sweep last ended well.", ("sweep",), registry=self.registry
+            "verbatim_sweep_age_seconds",
+            "Since the sweep last succeeded, or since its start.",
+            ("sweep",),
+            registry=self.registry,
         )
         self._queued = Histogram(
             "verbatim_engine_queue_seconds",
-            "Seconds a call waited for a replica with room.",
+            "How long calls waited for a replica with room; 0 counts.",
             ("policy",),
             registry=self.registry,
             buckets=_SECONDS,
         )
         self._queued_for, self._calls_of = cache(self._queued.labels), cache(self._calls.labels)
         self._retries = Counter(
-            "verbatim_engine_retries", "Calls offered to another replica.", ("policy",), registry=self.registry
+            "verbatim_engine_retries",
+            "Calls that a replica did not accept and that went to another one.",
+            ("policy",),
+            registry=self.registry,
         )
-        self._ejections = Counter("verbatim_engine_ejections", "Replicas taken out.", ("policy",), registry=self.registry)
+        self._ejections = Counter(
+            "verbatim_engine_ejections",
+            "Replicas that served and were taken out because they failed.",
+            ("policy",),
+            registry=self.registry,
+        )
         self._groups, self._run = StoredGroups(), RunNumbers()
         self.registry.register(self._groups)
         self.registry.register(self._run)
@@ -335,7 +376,9 @@ class StepSeconds(Collector):
             self._sums[cell] += seconds
 
     def collect(self) -> Iterator[Metric]:
-        shown = HistogramMetricFamily("verbatim_step_seconds", "Seconds of a call by step and part.", labels=["step", "part"])
+        shown = HistogramMetricFamily(
+            "verbatim_step_seconds", "Own time and waiting in each step of a recorded call.", labels=["step", "part"]
+        )
         for cell, counts in enumerate(self._counts):
             if any(counts):
                 step, part = divmod(cell, len(PARTS))

@@ -17,6 +17,7 @@ import commands_page
 import harness_pages
 import http_page
 import measurements_page
+import metrics_page
 import settings_page
 import templates_page
 from mkdocs.config.defaults import MkDocsConfig
@@ -29,6 +30,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "reference/harnesses.md": harness_pages.render,
     "reference/http.md": http_page.render,
     "reference/measurements.md": measurements_page.render,
+    "reference/metrics.md": metrics_page.render,
     "reference/openapi.json": http_page.render_json,
     "reference/settings.md": settings_page.render,
     "reference/templates.md": templates_page.render,

@@ -1,4 +1,4 @@
-"""Prometheus metrics of tasks (docs/observability.md).
+"""Prometheus metrics of tasks.
 
 They are counted in the store, so every process exports the same values: aggregate them with max, not sum."""
 
@@ -17,14 +17,14 @@ ALIVE_SECONDS = 60.0
 STAGES = ("prepare", "ready", "run", "evaluate")
 QUEUE_LABELS = ("priority", "runtimes", "cpus", "memory_mb", "labels")
 LABELLED = (
-    ("verbatim_tasks", "Tasks that ended.", "status", "task:"),
-    ("verbatim_rollouts", "Rollouts that ended.", "status", "rollout:"),
-    ("verbatim_rollout_failures", "Failures by class.", "failure", "failure:"),
-    ("verbatim_task_callbacks", "Tries of callbacks.", "outcome", "callback:"),
+    ("verbatim_tasks", "Shared: tasks that ended.", "status", "task:"),
+    ("verbatim_rollouts", "Shared: rollouts that ended.", "status", "rollout:"),
+    ("verbatim_rollout_failures", "Shared: failures, including those that were retried.", "failure", "failure:"),
+    ("verbatim_task_callbacks", "Shared: tries of callbacks.", "outcome", "callback:"),
 )
 PLAIN = (
-    ("verbatim_rollout_attempts", "Attempts that nodes took.", "attempts"),
-    ("verbatim_rollout_retries", "Attempts that were tried again.", "retried"),
+    ("verbatim_rollout_attempts", "Shared: attempts that nodes took.", "attempts"),
+    ("verbatim_rollout_retries", "Shared: attempts that failed through no fault of the agent and were retried.", "retried"),
 )
 
 
@@ -58,14 +58,20 @@ class RolloutNumbers(Collector):
         for name, text, what in PLAIN:
             yield CounterMetricFamily(name, text, value=self._totals.get(what, 0))
         yield self._collect_waiting()
-        running = GaugeMetricFamily("verbatim_rollouts_running", "Rollouts that nodes have, by stage.", labels=["stage"])
+        running = GaugeMetricFamily(
+            "verbatim_rollouts_running", "Shared: rollouts on nodes that are not draining.", labels=["stage"]
+        )
         for stage in STAGES:
             running.add_metric([stage], self._running[stage])
         yield running
-        yield GaugeMetricFamily("verbatim_nodes", "Nodes that live.", value=self._nodes)
+        yield GaugeMetricFamily(
+            "verbatim_nodes", "Shared: nodes that renewed their lease within the last minute.", value=self._nodes
+        )
 
     def _collect_waiting(self) -> Metric:
-        family = GaugeMetricFamily("verbatim_rollouts_waiting", "Rollouts that wait for a node.", labels=QUEUE_LABELS)
+        family = GaugeMetricFamily(
+            "verbatim_rollouts_waiting", "Shared: rollouts that wait for a node with that much room.", labels=QUEUE_LABELS
+        )
         for queue, count in sorted(self._depths.items()):
             priority, kinds, cpus, memory_mb, labels = json.loads(queue)
             shown = ",".join(f"{name}={value}" for name, value in labels.items())

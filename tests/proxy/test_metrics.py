@@ -1,10 +1,11 @@
-"""What /metrics shows is what docs/observability.md says, and what alerts and dashboard read is there."""
+"""What /metrics shows is what the documentation says, and what alerts and dashboard read is there."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import re
+import runpy
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -44,9 +45,9 @@ OF_THE_PROCESS = "process_"
 IDS = ("the-session", "the-group", "the-task")
 
 
-def rows(heading: str) -> list[list[str]]:
+def rows(heading: str, page: str = PAGE) -> list[list[str]]:
     """The cells of the tables under `## heading`."""
-    section = PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    section = page.partition(f"## {heading}\n")[2].partition("\n## ")[0]
     lines = [
         line
         for line in section.splitlines()
@@ -59,7 +60,12 @@ def labels_in(cell: str) -> frozenset[str]:
     return frozenset(filter(None, re.split(r",\s*", cell)))
 
 
-DOCUMENTED = {name.strip("`"): (kind, labels_in(labels)) for name, kind, labels, _ in rows("Metrics")}
+DOCUMENTED = {
+    name.strip("`"): (kind, labels_in(labels))
+    for name, kind, labels, _ in rows(
+        "Metrics", runpy.run_path(str(ROOT / "docs/site/metrics_page.py"))["render"]().replace("# M", "## M", 1)
+    )
+}
 VALUES = {label for names, _ in rows("Labels") for label in labels_in(names)}
 
 

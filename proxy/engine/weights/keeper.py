@@ -318,7 +318,7 @@ class WeightVersions(Collector):
 
     def collect(self) -> Iterator[Metric]:
         versions = GaugeMetricFamily(
-            "verbatim_weight_version", "Weight version that a replica holds.", labels=["policy", "replica"]
+            "verbatim_weight_version", "The version that a replica holds; absent while unknown.", labels=["policy", "replica"]
         )
         for replica in self._replicas():
             if replica.weight_version is not None:
@@ -327,19 +327,41 @@ class WeightVersions(Collector):
 
 
 class WeightMetrics:
-    """Metrics of weight updates; docs/observability.md lists them. The settings bound every label."""
+    """Metrics of weight updates. The settings bound every label."""
 
     def __init__(self, registry: CollectorRegistry, replicas: Callable[[], Iterable[Replica]]) -> None:
         registry.register(WeightVersions(replicas))
-        self._pushes = Counter("verbatim_weight_pushes", "Weight pushes.", ("policy", "mode", "outcome"), registry=registry)
+        self._pushes = Counter(
+            "verbatim_weight_pushes",
+            "Pushes by this process; refused: its version was taken, or no engine could take it.",
+            ("policy", "mode", "outcome"),
+            registry=registry,
+        )
         self._seconds = Histogram(
-            "verbatim_weight_push_seconds", "Seconds of a push.", ("policy", "mode"), registry=registry, buckets=_SECONDS
+            "verbatim_weight_push_seconds",
+            "A push from start to end, not counting the wait for another one.",
+            ("policy", "mode"),
+            registry=registry,
+            buckets=_SECONDS,
         )
         self._paused = Counter(
-            "verbatim_weight_paused_seconds", "Seconds paused.", ("policy", "replica", "mode"), registry=registry
+            "verbatim_weight_paused_seconds",
+            "Time that a replica was paused for pushes.",
+            ("policy", "replica", "mode"),
+            registry=registry,
         )
-        self._repairs = Counter("verbatim_weight_repairs", "Replicas repaired.", ("policy", "outcome"), registry=registry)
-        self._takeovers = Counter("verbatim_weight_takeovers", "Replicas found paused.", ("policy",), registry=registry)
+        self._repairs = Counter(
+            "verbatim_weight_repairs",
+            "Replicas given the current weights because they held others.",
+            ("policy", "outcome"),
+            registry=registry,
+        )
+        self._takeovers = Counter(
+            "verbatim_weight_takeovers",
+            "Replicas resumed that another process had left paused.",
+            ("policy",),
+            registry=registry,
+        )
 
     def count_push(self, policy: str, mode: str, outcome: str, seconds: float) -> None:
         self._pushes.labels(policy, mode, outcome).inc()
