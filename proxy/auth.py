@@ -26,8 +26,6 @@ from proxy.errors import Forbidden, RequestError, Unauthorized
 if TYPE_CHECKING:
     from proxy.settings import GivenToken
 
-SESSION_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}\Z")
-"""What a session id may be. Not "." and "..", which clients fold away in a URL path."""
 SESSION_KEY = re.compile(r"vb-[0-9a-f]{40}-([A-Za-z0-9._-]{1,128})\Z")
 
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
 
+from contract.sessions import SESSION_ID, Unserved
 from proxy.api.closing import CLOSED, fill_group, load_session
 from proxy.api.requests import (
     MSGPACK,
@@ -27,11 +28,10 @@ from proxy.api.requests import (
     require_admin,
 )
 from proxy.api.sessions import LOG_CHARACTERS, session_as_wire, session_from_wire, unserved_as_wire
-from proxy.auth import SESSION_ID
 from proxy.call.recording import images_of
 from proxy.errors import Conflict, RequestError
 from proxy.services import Services
-from proxy.store.states import Intent, SessionInfo, SessionState, Unserved
+from proxy.store.states import Intent, SessionInfo, SessionState
 from reconstruct.codec import decode
 from reconstruct.errors import DecodeError
 

@@ -105,7 +105,7 @@ async def fill_group(services: Services, state: SessionState) -> str:
         member,
         build_group_defaults(services.settings),
         await services.clock.now(),
-        state.info.group_rule,
+        state.info,
         outcomes,
     )
     if await services.sessions.load(session_id) is None:
@@ -241,7 +241,7 @@ async def _build_member(services: Services, state: SessionState) -> tuple[GroupM
 
 def _keeps_enough(services: Services, state: SessionState, built: rows.Built) -> bool:
     """Whether no more of the sampled tokens is quarantined than the session's group allows."""
-    own = state.info.group_rule.max_quarantined_share if state.info.group_rule else None
+    own = state.info.max_quarantined_share
     limit = services.settings.max_quarantined_share if own is None else own
     lost = measure_lost_share(built.settled, built.accounting)
     if limit is None or lost <= limit:

@@ -14,13 +14,14 @@ from typing import Any
 
 import msgspec
 
+from contract.sessions import Fork, Unserved
 from proxy.api import closing
 from proxy.archive.folder import MANIFEST, ArchiveReader
 from proxy.archive.tables import ArchivedSession
 from proxy.call.recording import RecordedRequest, Recording
 from proxy.errors import EngineUnavailable, NotFound, RequestError
 from proxy.services import Services
-from proxy.store.states import Fork, Intent, SessionState, Unserved
+from proxy.store.states import Intent, SessionState
 
 ReadState = Callable[[Mapping[str, Any]], SessionState]
 """The state of a session from its wire form."""

@@ -6,11 +6,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Response
 
+from contract.sessions import Fork
 from proxy.api.requests import Served, SessionId, require_trainer
 from proxy.errors import NotFound
 from proxy.images import FORMATS, media_type
 from proxy.services import Services
-from proxy.store.states import Fork, SessionInfo
+from proxy.store.states import SessionInfo
 
 router = APIRouter(prefix="/sessions/{session_id}/media", tags=["sessions"], default_response_class=Response)
 

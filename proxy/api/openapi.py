@@ -8,16 +8,19 @@ answers to the document.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from functools import cache
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode, JsonSchemaValue
+from pydantic_core import core_schema
 
 from proxy.api.model_calls import describe_model_calls
-from proxy.api.requests import ErrorBody, JsonBody, require_admin, require_node, require_trainer
+from proxy.api.requests import ErrorBody, JsonBody, read_adapter, require_admin, require_node, require_trainer
 
 Json = dict[str, Any]
 
@@ -71,13 +74,15 @@ UI: Json = {
 def build_document(app: FastAPI) -> Json:
     document = get_openapi(title=app.title, version=app.version, description=ABOUT, routes=app.routes)
     routes = [route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema]
-    models: dict[type[BaseModel], None] = dict.fromkeys([ErrorBody, *(model for route in routes for model in _models(route))])
+    models: dict[type, None] = dict.fromkeys([ErrorBody, *(model for route in routes for model in _models(route))])
+    bodies = {model for route in routes if (model := _body_model(route))}
     # FastAPI's own schemas lack the models of bodies and every value that is null, and include its validation errors.
-    _, schemas = models_json_schema([(model, "validation") for model in models], ref_template=REF)
-    for schema in schemas["$defs"].values():
-        schema.pop("example", None)
+    inputs = [(model, _mode(model, model in bodies), read_adapter(model)) for model in models]
+    _, schemas = TypeAdapter.json_schemas(inputs, ref_template=REF, schema_generator=Schemas)
     document["components"] = {"schemas": schemas["$defs"], "securitySchemes": SECURITY_SCHEMES}
-    examples = {REF.format(model=model.__name__): example for model in models if (example := _example(model))}
+    examples = {
+        REF.format(model=name): schema.pop("example") for name, schema in schemas["$defs"].items() if "example" in schema
+    }
     for route in routes:
         for method in route.methods:
             operation = document["paths"][route.path_format][method.lower()]
@@ -87,7 +92,31 @@ def build_document(app: FastAPI) -> Json:
     return document
 
 
-def _models(route: APIRoute) -> Iterator[type[BaseModel]]:
+class Schemas(GenerateJsonSchema):
+    """Describes the fields that a dataclass inherits as its bases do, and shows no defaults of answers, which have all of their fields."""
+
+    def dataclass_schema(self, schema: core_schema.DataclassSchema) -> JsonSchemaValue:
+        found = super().dataclass_schema(schema)
+        for base in filter(is_dataclass, schema["cls"].__mro__[1:]):
+            for name, described in _describe_fields(base).items():
+                found["properties"][name].setdefault("description", described)
+        return found
+
+    def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
+        return self.generate_inner(schema["schema"]) if self.mode == "serialization" else super().default_schema(schema)
+
+
+@cache
+def _describe_fields(kind: type) -> dict[str, str]:
+    shown = TypeAdapter(kind).json_schema().get("properties", {})
+    return {name: field["description"] for name, field in shown.items() if "description" in field}
+
+
+def _mode(model: type, is_body: bool) -> JsonSchemaMode:
+    return "serialization" if is_dataclass(model) and not is_body else "validation"
+
+
+def _models(route: APIRoute) -> Iterator[type]:
     if body := _body_model(route):
         yield body
     for response in route.responses.values():
@@ -95,14 +124,9 @@ def _models(route: APIRoute) -> Iterator[type[BaseModel]]:
             yield response["model"]
 
 
-def _body_model(route: APIRoute) -> type[BaseModel] | None:
+def _body_model(route: APIRoute) -> type | None:
     readers = (getattr(dependency.call, "__self__", None) for dependency in route.dependant.dependencies)
     return next((reader.model for reader in readers if isinstance(reader, JsonBody)), None)
-
-
-def _example(model: type[BaseModel]) -> Any:
-    extra = model.model_config.get("json_schema_extra")
-    return extra.get("example") if isinstance(extra, dict) else None
 
 
 def _complete(operation: Json, route: APIRoute) -> None:
@@ -112,7 +136,8 @@ def _complete(operation: Json, route: APIRoute) -> None:
     operation["security"] = [{token: []} for token in tokens]
     if model := _body_model(route):
         body = operation.setdefault("requestBody", {"content": {"application/json": {}}})
-        body["required"] = any(field.is_required() for field in model.model_fields.values())
+        schema = read_adapter(model).json_schema()
+        body["required"] = "required" in schema.get("$defs", {}).get(schema.get("$ref", "").rpartition("/")[2], schema)
         body["content"]["application/json"]["schema"] = {"$ref": REF.format(model=model.__name__)}
     responses = operation["responses"]
     responses.pop("422", None)

@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, Generic, TypeVar
+from functools import cache
+from typing import Annotated, Any, Generic, TypeVar, cast
 
 import msgspec
 from fastapi import Depends, FastAPI, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Receive
 
@@ -79,12 +80,13 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
-T = TypeVar("T", bound=BaseModel)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class JsonBody(Generic[T]):
-    """Reads a request body; depend on `read` or `read_raw`. The OpenAPI document takes the body's schema from `model`."""
+    """Reads a request body; depend on `read` or `read_raw`. `model` is a pydantic model or a dataclass of `contract`; the OpenAPI document
+    takes the body's schema from it."""
 
     model: type[T]
 
@@ -92,7 +94,8 @@ class JsonBody(Generic[T]):
         """The body as `model`. An empty body counts as `{}`."""
         raw = await self.read_raw(request)
         try:
-            return self.model.model_validate_json(raw if raw.strip() else b"{}")
+            adapter: TypeAdapter[T] = read_adapter(cast(Hashable, self.model))
+            return adapter.validate_json(raw if raw.strip() else b"{}")
         except ValidationError as error:
             raise RequestError(describe(error)) from error
 
@@ -103,22 +106,15 @@ class JsonBody(Generic[T]):
         return raw
 
 
+@cache
+def read_adapter(model: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(model)
+
+
 async def read_body(request: Request, limit: int) -> bytes:
     """Raises `TooLarge` for a body of more than `limit` bytes, `RequestTimeout` for one that does not arrive in time."""
     http.refuse_encoding(request.headers.get("content-encoding", ""))
     return await http.read_body(request.receive, limit, get_services(request).settings.body_timeout_seconds)
-
-
-def _check_storable(metadata: dict[str, Any]) -> dict[str, Any]:
-    try:
-        msgspec.msgpack.encode(metadata)
-    except (OverflowError, ValueError, RecursionError) as error:
-        raise ValueError(f"cannot be stored: {error}") from error
-    return metadata
-
-
-Metadata = Annotated[dict[str, Any], AfterValidator(_check_storable)]
-"""Any JSON object whose integers fit into 64 bits."""
 
 
 @contextlib.asynccontextmanager
@@ -188,6 +184,8 @@ def json_response(content: Any, status: int = 200) -> Response:
 # Error responses.
 
 
+UNKNOWN_FIELD = ("extra_forbidden", "unexpected_keyword_argument")
+"""What pydantic calls it, in a model and in a dataclass."""
 MAX_PROBLEMS = 5
 """Validation problems listed in one message."""
 CODES = {404: "not_found", 405: "method_not_allowed"}
@@ -223,7 +221,7 @@ def describe(error: ValidationError | RequestValidationError) -> str:
 
 def _describe_problem(location: tuple[int | str, ...], kind: str, message: str) -> str:
     field = ".".join(str(part) for part in location if part not in ("body", "query", "path"))
-    message = "there is no such field" if kind == "extra_forbidden" else message.removeprefix("Value error, ")
+    message = "there is no such field" if kind in UNKNOWN_FIELD else message.removeprefix("Value error, ")
     return f"{field}: {message}" if field else message
 
 

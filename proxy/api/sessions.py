@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
-from pydantic import Field, FiniteFloat, Strict, model_validator
+from pydantic import Field, FiniteFloat
 
+from contract.rules import Metadata
+from contract.sessions import (
+    Lookahead,
+    NewSession,
+    OpenedSession,
+    OpeningFields,
+    SessionDetail,
+    SessionPage,
+    SessionProgress,
+    SessionStatus,
+    SessionView,
+    SettledFields,
+)
 from proxy.api import admission, closing, forks
 from proxy.api.requests import (
     Body,
     JsonBody,
-    Metadata,
     PageCursor,
     PageSize,
     Served,
@@ -26,131 +36,20 @@ from proxy.api.requests import (
     require_admin,
     require_node,
 )
-from proxy.auth import SESSION_ID, mint_key
+from proxy.auth import mint_key
 from proxy.dialects.catalogue import base_urls
 from proxy.errors import Conflict, NotFound, RequestError
 from proxy.services import Services
-from proxy.settings import Role, Settings
-from proxy.store.groups import GroupRule
-from proxy.store.states import Lookahead, SessionInfo, SessionState
-from reconstruct.roles import RoleRule
+from proxy.settings import Settings
+from proxy.store.states import SessionInfo, SessionState
+
+INFO_FIELDS = ("session_id", "created_at", *(each.name for each in fields(SettledFields)))
+STATE_FIELDS = tuple(each.name for each in fields(SessionProgress))
+"""What the API shows of a session. `LastEvents` stand beside it, in the state of one session and in archives: whether the budget ended the
+run depends on them."""
 
 router = APIRouter(prefix="/sessions", tags=["sessions"], default_response_class=Response)
 ADMIN, NODE = [Depends(require_admin)], [Depends(require_node)]
-
-Status = Literal["open", "closing", "completed", "failed", "timeout", "cancelled"]
-Name = Annotated[str, Field(min_length=1, max_length=256)]
-
-
-class SamplingOverrides(Body):
-    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, lt=2**31)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    max_tokens: int | None = Field(None, ge=1, lt=2**31)
-    top_logprobs: int | None = Field(None, ge=0, le=128)
-    """How many of the most probable tokens to keep at each sampled position. For the trainer; harnesses do not see them."""
-    prompt_logprobs: bool | None = None
-    """Keep the logprobs of prompts."""
-    routed_experts: bool | None = None
-    """Keep the experts each token was routed to."""
-
-
-class ReplayRequest(Body):
-    session_id: str
-    """The recorded session: open, closed, or archived by this service."""
-    until: str | Annotated[int, Field(ge=0)] | None = None
-    """The pivot, from which the model samples: a call's id, or how many recorded requests to replay. Default: all."""
-    on_divergence: Literal["live", "fail"] = "live"
-    """What becomes of a request before the pivot that was not recorded: it is sampled, or refused as `replay_diverged`."""
-    tokens_per_second: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """The pace of replayed replies that are streamed. Default: at once."""
-
-
-class LookaheadBody(Body):
-    n: int = Field(ge=2, le=64)
-    """Candidates that are sampled for each reply; the harness sees the chosen one."""
-    choose: Literal["logprob", "model", "http"] = "logprob"
-    """Who chooses: the highest mean logprob, a model as judge, or an HTTP endpoint."""
-    model: Name | None = None
-    """The judge: a frozen model that an engine serves."""
-    url: Annotated[str, Field(pattern=r"^https?://")] | None = None
-    """The endpoint."""
-    roles: Annotated[tuple[Role, ...], Strict(False)] = ()
-    """Of which calls. Default: of all."""
-    timeout_seconds: float = Field(60.0, gt=0, le=3600)
-    """How long the chooser may take."""
-
-    @model_validator(mode="after")
-    def _check(self) -> LookaheadBody:
-        for name, chooser in (("model", "model"), ("url", "http")):
-            if (getattr(self, name) is not None) != (self.choose == chooser):
-                raise ValueError(f"{name}: goes with choose {chooser!r}, and that with it")
-        return self
-
-
-class NewSession(
-    Body,
-    json_schema_extra={
-        "example": {"session_id": "first", "group_id": "task-1", "group_size": 1, "sampling": {"temperature": 1.0}}
-    },
-):
-    session_id: str | None = None
-    """1 to 128 letters, digits, '.', '_' and '-'. Default: a generated id."""
-    task_id: Name | None = None
-    """The task it attempts."""
-    group_id: Name | None = None
-    """The group it is compared in. Default: a group with no other session."""
-    group_size: int = Field(1, ge=1, le=65536)
-    """Sessions in a complete group."""
-    group_policy: Literal["require_all", "allow_partial", "drop"] | None = None
-    """What the group needs to be delivered. This and the next four default to the service's settings."""
-    group_minimum: int | None = Field(None, ge=1, le=65536)
-    """Usable sessions that allow_partial requires."""
-    zero_variance: Literal["keep", "drop"] | None = None
-    """Whether a group whose rewards are all equal is delivered."""
-    group_replacements: bool | None = None
-    """False: no session replaces a failed one."""
-    max_quarantined_share: float | None = Field(None, ge=0, le=1)
-    """The largest share of its sampled tokens that may be quarantined if it is to be usable in its group, not counting roles and models
-    that are not trained."""
-    trained: bool = True
-    """False: it is never delivered to a trainer and never held back. For judges."""
-    max_calls: int | None = Field(None, ge=1, lt=2**31)
-    """Calls it may make, counting every choice of a request. Further calls are refused as `budget_exhausted`, and the row they would have
-    extended is marked `finish_reason: budget`."""
-    max_completion_tokens: int | None = Field(None, ge=1, lt=2**53)
-    """Tokens all its calls together may sample."""
-    max_total_tokens: int | None = Field(None, ge=1, lt=2**53)
-    """Tokens all its calls together may have, prompts and replies, each call counted in full."""
-    metadata: Metadata = Field(default_factory=dict)
-    """Stored with the session and its rows."""
-    role_rules: list[RoleRule] = Field(default_factory=list, max_length=64)
-    """The harness definition's rules for the roles of calls. The service's own rules take precedence."""
-    sampling: SamplingOverrides | None = None
-    """Overrides what the harness sends."""
-    echo_policy: Literal["strict", "minted"] | None = None
-    """How to treat a reply that the harness replays with an edit. Default: the service's setting."""
-    replay: ReplayRequest | None = None
-    """Makes the session a fork: its harness gets the replies that another session's got, as far as the pivot."""
-    lookahead: LookaheadBody | None = None
-    """Samples several candidates for each reply and gives the harness the best of them."""
-
-    @model_validator(mode="after")
-    def _check(self) -> NewSession:
-        if self.session_id is not None and not SESSION_ID.match(self.session_id):
-            raise ValueError("session_id: 1 to 128 letters, digits, '.', '_' and '-'")
-        if self.group_size > 1 and self.group_id is None:
-            raise ValueError("group_size: more than 1 needs a group_id")
-        if not self.trained and self.group_id is not None:
-            raise ValueError("trained: a session of a group cannot be left out of training")
-        return self
-
-    def group_rule(self) -> GroupRule | None:
-        """What the session overrides of the service's settings for its group. None: nothing."""
-        decision = (self.group_policy, self.group_minimum, self.zero_variance, self.group_replacements)
-        rule = GroupRule(*decision, max_quarantined_share=self.max_quarantined_share)
-        return None if rule == GroupRule() else rule
 
 
 class Reward(Body, json_schema_extra={"example": {"reward": 1.0, "per_call": {}, "metadata": {"judge": "unit tests"}}}):
@@ -175,120 +74,6 @@ LOG_CHARACTERS = 65_536
 
 class AgentLog(Body, json_schema_extra={"example": {"text": "$ pytest\n1 failed, 3 passed\n"}}):
     text: str = Field(max_length=LOG_CHARACTERS)
-
-
-OPENED: dict[str, Any] = json.loads("""
-{"session_id": "first", "api_key": "vb-0123456789abcdef0123456789abcdef01234567-first",
- "base_urls": {"openai": "http://127.0.0.1:8700/s/first/v1", "anthropic": "http://127.0.0.1:8700/s/first",
-  "gemini": "http://127.0.0.1:8700/s/first"}}
-""")
-
-
-class BaseUrls(Body, extra="allow"):
-    """Dialects of other packages may add keys."""
-
-    openai: str
-    """For OpenAI clients: ends in /v1."""
-    anthropic: str
-    gemini: str
-
-
-class OpenedSession(Body, json_schema_extra={"example": OPENED}):
-    session_id: str
-    api_key: str
-    """Shown only here."""
-    base_urls: BaseUrls
-
-
-EXAMPLE: dict[str, Any] = json.loads("""
-{"session_id": "first", "created_at": 1767225600.0, "task_id": null, "group_id": "task-1", "group_size": 1, "metadata": {},
- "sampling": {}, "trained": true, "echo_policy": "strict", "max_calls": null, "max_completion_tokens": null,
- "max_total_tokens": null, "replay": null, "lookahead": null,
- "status": "completed", "calls": 2, "reward": 1.0, "per_call": {}, "per_branch": {},
- "reward_metadata": {}, "error": null, "closed_at": 1767225700.0, "updated_at": 1767225700.0}
-""")
-
-
-class ReplayShape(Body):
-    session_id: str
-    created_at: float
-    """The recorded session's."""
-    calls: int
-    """How many calls it had when the fork was opened."""
-    until: str | None
-    """The pivot's call id; null: all is replayed."""
-    on_divergence: Literal["live", "fail"]
-    tokens_per_second: float | None
-
-
-class LookaheadShape(Body):
-    n: int
-    choose: Literal["logprob", "model", "http"]
-    model: str | None
-    url: str | None
-    roles: list[Role]
-    timeout_seconds: float
-
-
-class SessionShape(Body, json_schema_extra={"example": EXAMPLE}):
-    session_id: str
-    created_at: float
-    """Epoch seconds, like all times here."""
-    task_id: str | None
-    group_id: str | None
-    group_size: int
-    metadata: dict[str, Any]
-    sampling: dict[str, Any]
-    """Overrides what the harness sends."""
-    trained: bool
-    """False: it is never delivered to a trainer."""
-    echo_policy: Literal["strict", "minted"]
-    """How a reply that the harness replays with an edit is treated."""
-    max_calls: int | None
-    max_completion_tokens: int | None
-    max_total_tokens: int | None
-    """Its budget; null: unlimited."""
-    replay: ReplayShape | None
-    """What it replays, if it is a fork."""
-    lookahead: LookaheadShape | None
-    """How its candidates are chosen; null: each reply is the only one."""
-    status: Literal[Status, "restoring"]
-    calls: int
-    """Recorded calls."""
-    reward: float | None
-    per_call: dict[str, float]
-    per_branch: dict[str, float]
-    reward_metadata: dict[str, Any]
-    error: str | None
-    closed_at: float | None
-    updated_at: float
-
-
-class UnservedShape(Body):
-    at: float
-    call_id: str
-    code: str
-    message: str
-
-
-class SessionDetail(SessionShape, json_schema_extra={"example": {**EXAMPLE, "unserved": None, "replayed_at": None}}):
-    unserved: UnservedShape | None
-    """The last call that the service or the engine failed, even if later calls succeeded; null: none known."""
-    replayed_at: float | None
-    """When a recorded reply was last given to a fork's harness."""
-
-
-class SessionPage(Body, json_schema_extra={"example": {"sessions": [EXAMPLE], "cursor": None}}):
-    sessions: list[SessionShape]
-    cursor: str | None
-    """For the next page; null: this is the last one."""
-
-
-# The model lists what the API shows of a session: a new field of SessionInfo is not shown by itself, and key_hash never. group_rule belongs
-# to the group; replayed_at matters only while the session is open. unserved stands beside it, in the state of one session and in archives:
-# whether the budget ended the run depends on it.
-INFO_FIELDS = tuple(name for name in SessionShape.model_fields if name in SessionInfo.__dataclass_fields__)
-STATE_FIELDS = tuple(name for name in SessionShape.model_fields if name in SessionState.__dataclass_fields__)
 
 
 @router.post(
@@ -318,30 +103,16 @@ async def open_new(services: Services, body: NewSession, hung_up: Callable[[], A
     replay = None
     if (asked := body.replay) is not None:
         replay = await forks.prepare(services, session_id, asked.session_id, asked.until, session_from_wire)
-        replay = dataclasses.replace(replay, on_divergence=asked.on_divergence, tokens_per_second=asked.tokens_per_second)
-    lookahead = None
+        replay = replace(replay, on_divergence=asked.on_divergence, tokens_per_second=asked.tokens_per_second)
     if body.lookahead is not None:
-        lookahead = Lookahead(**body.lookahead.model_dump())
-        check_judge(services, lookahead)
+        check_judge(services, body.lookahead)
     api_key, key_hash = mint_key(session_id)
     info = SessionInfo(
-        session_id=session_id,
-        key_hash=key_hash,
-        created_at=await services.clock.now(),
-        task_id=body.task_id,
-        group_id=body.group_id,
-        group_size=body.group_size,
-        metadata=body.metadata,
-        sampling=body.sampling.model_dump(exclude_none=True) if body.sampling else {},
-        group_rule=body.group_rule(),
-        trained=body.trained,
-        echo_policy=body.echo_policy or services.settings.echo_policy,
-        role_rules=tuple(body.role_rules),
-        max_calls=body.max_calls,
-        max_completion_tokens=body.max_completion_tokens,
-        max_total_tokens=body.max_total_tokens,
-        replay=replay,
-        lookahead=lookahead,
+        session_id,
+        key_hash,
+        await services.clock.now(),
+        **{each.name: getattr(body, each.name) for each in fields(OpeningFields)}
+        | {"echo_policy": body.echo_policy or services.settings.echo_policy, "replay": replay},
     )
     if not await admission.open_session(services, info, hung_up):
         raise Conflict(f"there is a session {session_id} already", param="session_id")
@@ -353,7 +124,7 @@ async def open_new(services: Services, body: NewSession, hung_up: Callable[[], A
 @router.get("", dependencies=ADMIN, responses={200: {"model": SessionPage, "description": "a page"}})
 async def list_sessions(
     services: Served,
-    status: Annotated[Status | None, Query(description="Only sessions with this status.")] = None,
+    status: Annotated[SessionStatus | None, Query(description="Only sessions with this status.")] = None,
     group_id: Annotated[str | None, Query(description="Only sessions of this group.")] = None,
     limit: PageSize = 100,
     cursor: PageCursor = None,
@@ -390,7 +161,7 @@ async def delete_session(services: Served, session_id: SessionId) -> Response:
     "/{session_id}/reward",
     dependencies=NODE,
     responses={
-        200: {"model": SessionShape, "description": "the session"},
+        200: {"model": SessionView, "description": "the session"},
         409: {"description": "its group has been leased (`conflict`)"},
     },
 )
@@ -406,7 +177,7 @@ async def reward_session(
     "/{session_id}/close",
     dependencies=NODE,
     responses={
-        200: {"model": SessionShape, "description": "the session"},
+        200: {"model": SessionView, "description": "the session"},
         409: {"description": "it was closed with another status (`conflict`)"},
     },
 )
@@ -429,11 +200,10 @@ async def store_log(
 
 
 def session_as_wire(state: SessionState) -> dict[str, Any]:
-    """The session as a `SessionShape`: its fixed data and its state in one flat object."""
-    shown = {name: getattr(state.info, name) for name in INFO_FIELDS}
-    for name in ("replay", "lookahead"):
-        shown[name] = None if shown[name] is None else asdict(shown[name])
-    return shown | {name: getattr(state, name) for name in STATE_FIELDS}
+    """The session as a `SessionView`: its fixed data and its state in one flat object."""
+    shown = {name: getattr(state.info, name) for name in INFO_FIELDS} | {name: getattr(state, name) for name in STATE_FIELDS}
+    parts = {name: None if shown[name] is None else asdict(shown[name]) for name in ("replay", "lookahead")}
+    return shown | parts
 
 
 def unserved_as_wire(state: SessionState) -> dict[str, Any] | None:

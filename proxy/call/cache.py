@@ -14,12 +14,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from weakref import WeakValueDictionary
 
+from contract.sessions import Fork
 from proxy.call.recording import Recording
 from proxy.call.session import Session
 from proxy.errors import Conflict, NotFound, Unauthorized
 from proxy.images import ImageBounds
 from proxy.store.sessions import Begun, SessionStore, digest, is_reference, refer
-from proxy.store.states import Fork, SessionInfo
+from proxy.store.states import SessionInfo
 
 LONG_BYTES = 2**20
 """Records of more than this take a while to be decoded."""

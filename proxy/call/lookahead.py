@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from contract.sessions import Lookahead
 from proxy.call.hooks import CallHook
 from proxy.call.phases import Arrival, Sampled
 from proxy.dialects.base import HistoryMessage, Request, new_call_id
@@ -32,7 +33,7 @@ from proxy.engine.pool.seats import Caller
 from proxy.engine.replica import EngineCall, Replica
 from proxy.errors import ChooserFailed, EngineFailed, VerbatimError
 from proxy.outbound import Outbound, OutboundFailed
-from proxy.store.states import Lookahead, SessionInfo
+from proxy.store.states import SessionInfo
 from proxy.timeline import ENGINE, CancelScope, Timeline, Waiting
 from reconstruct.messages import digest_message
 from reconstruct.records import CHOSEN, LOOKAHEAD, NOT_CHOSEN

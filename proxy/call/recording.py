@@ -10,9 +10,9 @@ import json
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from contract.sessions import Fork
 from proxy.dialects.base import read_model
 from proxy.images import images_in
-from proxy.store.states import Fork
 from reconstruct.accounting import NOT_DELIVERED, settle
 from reconstruct.codec import decode
 from reconstruct.errors import DecodeError

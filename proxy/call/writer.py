@@ -13,13 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from contract.sessions import Unserved
 from proxy.call.http import JSON, Client, Headers
 from proxy.call.phases import Admitted
 from proxy.dialects.base import Delta, Dialect, FirstToken, PromptReady, Reply, StreamRenderer
 from proxy.errors import StoreUnavailable, VerbatimError
 from proxy.metrics import Metrics
 from proxy.store.sessions import SessionStore
-from proxy.store.states import Unserved
 from proxy.timeline import HARNESS, Timeline, Waiting
 
 log = logging.getLogger(__name__)

@@ -7,10 +7,11 @@ closed. The last part sets its state in one script. Every part may be repeated.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import msgspec
 
+from contract.sessions import SettledFields
 from proxy.errors import Conflict, NotFound
 from proxy.store import keys
 from proxy.store.connection import Argument, Script, StoreConnection
@@ -23,6 +24,8 @@ _spell = msgspec.msgpack.Encoder(order="deterministic").encode
 
 NO_KEY = b""
 """The key hash of a restored session: no key opens it."""
+
+SHOWN = tuple(each.name for each in fields(SettledFields))
 
 Records = Sequence[tuple[str, bytes]]
 
@@ -121,10 +124,10 @@ def _pack(info: SessionInfo) -> bytes:
 
 
 def _strip(info: SessionInfo) -> SessionInfo:
-    """What an archive holds of it. Without the key; without its group's rule, since the importing service decides on groups; without role
-    rules, since its calls have their roles."""
+    """What an archive holds of it: without the key, and without what is not shown. The importing service decides on groups, and its calls
+    have their roles."""
     needs = tuple(name for name in info.needs if name != "roles")
-    return replace(info, key_hash=NO_KEY, group_rule=None, role_rules=(), needs=needs)
+    return SessionInfo(info.session_id, NO_KEY, info.created_at, **{name: getattr(info, name) for name in SHOWN}, needs=needs)
 
 
 def _normalize(state: SessionState) -> SessionState:

@@ -8,12 +8,13 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from contract.sessions import GroupRule
 from proxy.errors import Conflict, NotFound, StoreUnavailable
 from proxy.store.connection import Argument, Script, StoreConnection
-from proxy.store.groups import DeadLetter, GroupDefaults, GroupMember, GroupRule, LeasedGroup, LeaseRecord, Nothing, PolicyLine
+from proxy.store.groups import DeadLetter, GroupDefaults, GroupMember, LeasedGroup, LeaseRecord, Nothing, PolicyLine
 from proxy.store.keys import (
     ARRIVALS,
     DELIVERY,
@@ -434,7 +435,10 @@ def _flatten(versions: Mapping[str, int]) -> list[Argument]:
 
 
 def _pack_rule(rule: GroupRule | None) -> bytes:
-    return pack({name: value for name, value in asdict(rule).items() if value is not None}) if rule else b""
+    """The fields of the rule that are set, as `fill.lua` names them: without `group_`."""
+    named = ((each.name, getattr(rule, each.name)) for each in fields(GroupRule)) if rule else ()
+    own = {name.removeprefix("group_"): value for name, value in named if value is not None}
+    return pack(own) if own else b""
 
 
 def _default_args(defaults: GroupDefaults) -> tuple[str, int, str]:

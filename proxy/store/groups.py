@@ -30,25 +30,12 @@ class GroupMember:
 
 @dataclass(frozen=True, slots=True)
 class GroupDefaults:
-    """What a group needs unless its sessions say otherwise (`GroupRule`). `members`: require_all | allow_partial | drop. `minimum`: usable
-    members for allow_partial. `zero_variance`: keep | drop groups of two or more whose rewards are all equal."""
+    """What a group needs unless its sessions say otherwise (`contract.sessions.GroupRule`). `members`: require_all | allow_partial | drop.
+    `minimum`: usable members for allow_partial. `zero_variance`: keep | drop groups of two or more whose rewards are all equal."""
 
     members: str = "require_all"
     minimum: int = 1
     zero_variance: str = "keep"
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRule:
-    """What the sessions of a group set themselves; None: the service's setting."""
-
-    policy: str | None = None
-    minimum: int | None = None
-    zero_variance: str | None = None
-    replacements: bool | None = None
-    """False: failed members are not replaced, so the group is decided by its last member."""
-    max_quarantined_share: float | None = None
-    """The share of a session's sampled tokens, 0 to 1, that may be lost without making it unusable; `reconstruct.accounting.lost_share`."""
 
 
 @dataclass(frozen=True, slots=True)

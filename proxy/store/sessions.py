@@ -15,11 +15,12 @@ from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, S
 from dataclasses import dataclass, replace
 from typing import Any
 
+from contract.sessions import Fork, Unserved
 from proxy.errors import Conflict, NotFound, StoreUnavailable
 from proxy.store import keys
 from proxy.store.connection import Argument, Script, StoreConnection
 from proxy.store.keys import SCHEMA, pack, pack_versioned, parse_hash, unpack, unpack_versioned
-from proxy.store.states import NO_SHARE, Fork, Intent, SessionInfo, SessionListing, SessionState, Share, Unserved, parse_state
+from proxy.store.states import NO_SHARE, Intent, SessionInfo, SessionListing, SessionState, Share, parse_state
 
 _REFERENCE = b"\xc1"
 _RESERVED = re.compile(rb"\A\d+ \d+ \d+\n")

@@ -4,48 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
+from contract.sessions import LastEvents, OpeningFields, SessionProgress, SessionStatus, SettledFields, Unserved
 from proxy.errors import Unavailable
 from proxy.store import keys
 from proxy.store.connection import StoreConnection
-from proxy.store.groups import GroupRule
 from proxy.store.keys import unpack, unpack_versioned
-from reconstruct.roles import RoleRule
 
 LOADED_AT_ONCE = 32
 LOOKED_AT = 2048
 """Listed sessions that one page looks at."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fork:
-    """What a session replays before it samples: the first `calls` records of the session `session_id`, its origin, as far as the call
-    `until`, the pivot (None: all of them). `created_at` is the origin's: no other session of that id is meant.
-
-    `on_divergence`: what becomes of a request that was not recorded, live or fail. `tokens_per_second`: the pace of streamed replies that
-    are replayed; None: at once."""
-
-    session_id: str
-    created_at: float
-    calls: int
-    until: str | None = None
-    on_divergence: str = "live"
-    tokens_per_second: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Lookahead:
-    """How many candidates are sampled for one reply, and who chooses: `choose` is logprob (the highest mean logprob), model (`model`
-    judges) or http (the endpoint `url`). `roles`: of which calls; none: of all."""
-
-    n: int
-    choose: str = "logprob"
-    model: str | None = None
-    url: str | None = None
-    roles: tuple[str, ...] = ()
-    timeout_seconds: float = 60.0
 
 
 FEATURES: Mapping[str, Callable[[SessionInfo], bool]] = {
@@ -61,32 +31,13 @@ adds its feature. A build that does not know a feature refuses its sessions, for
 
 
 @dataclass(frozen=True, slots=True)
-class SessionInfo:
+class SessionInfo(SettledFields, OpeningFields):
     """The fields fixed when a session is created. `key_hash` is sha256 of the session's API key; the key is not stored. `needs`: the
     `FEATURES` that a process has to know to serve it, told by its other fields where they are not stored."""
 
     session_id: str
     key_hash: bytes
     created_at: float
-    task_id: str | None = None
-    group_id: str | None = None
-    group_size: int = 1
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    group_rule: GroupRule | None = None
-    trained: bool = True
-    """False: never leased to a trainer, whatever its reward, and not counted among undelivered groups."""
-    echo_policy: str = "strict"
-    """What an edited replay of a reply becomes. strict: a branch. minted: the reply as sampled, where an id minted into it proves which
-    reply is meant."""
-    role_rules: tuple[RoleRule, ...] = ()
-    """The roles of its calls, as its harness's definition declares them."""
-    max_calls: int | None = None
-    max_completion_tokens: int | None = None
-    max_total_tokens: int | None = None
-    """The budget (`proxy.call.budget`): calls, sampled tokens, tokens of prompts and replies. None: unlimited."""
-    replay: Fork | None = None
-    lookahead: Lookahead | None = None
     needs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -106,33 +57,10 @@ class SessionInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Unserved:
-    """A call that the service or its engine failed. `at`: when the harness got the error, in epoch seconds; `code` is the error's."""
-
-    at: float
-    call_id: str
-    code: str
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class SessionState:
-    """A session as it stands. `status`: open, closing, completed, failed, timeout, cancelled, or restoring during an import."""
+class SessionState(SessionProgress, LastEvents):
+    """A session as it stands. It is `restoring` during an import."""
 
     info: SessionInfo
-    status: str = "open"
-    calls: int = 0
-    reward: float | None = None
-    per_call: Mapping[str, float] = field(default_factory=dict)
-    per_branch: Mapping[str, float] = field(default_factory=dict)
-    reward_metadata: Mapping[str, Any] = field(default_factory=dict)
-    error: str | None = None
-    closed_at: float | None = None
-    updated_at: float = 0.0
-    unserved: Unserved | None = None
-    """The last unserved call, which may have no record."""
-    replayed_at: float | None = None
-    """When a recorded reply was last given to its harness. A replayed call itself keeps the start that it had."""
     sampled_tokens: int | None = None
     """Known once the session is closed and ready for its group."""
 
@@ -172,7 +100,7 @@ def parse_state(snapshot: Any) -> SessionState | None:
     reward, error, closed_at = fields.get(b"reward"), fields.get(b"error"), fields.get(b"closed_at")
     return SessionState(
         info=unpack_versioned(fields[b"info"], SessionInfo),
-        status=fields[b"status"].decode(),
+        status=cast(SessionStatus, fields[b"status"].decode()),
         calls=calls,
         reward=None if reward is None else float(reward),
         per_call=_unpack_mapping(fields.get(b"per_call")),

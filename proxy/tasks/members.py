@@ -10,9 +10,10 @@ import msgspec
 from pydantic import ValidationError
 
 from contract.attempts import Verdict
+from contract.sessions import NewSession
 from proxy.api import closing
-from proxy.api.requests import describe
-from proxy.api.sessions import NewSession, open_new
+from proxy.api.requests import describe, read_adapter
+from proxy.api.sessions import open_new
 from proxy.errors import Conflict, NotFound, RequestError
 from proxy.services import Services
 from reconstruct.roles import RoleRule, encode_rule
@@ -58,7 +59,7 @@ async def open_member(
         **task.budgets.of_session,
     }
     try:
-        body = NewSession.model_validate_json(msgspec.json.encode(fields))
+        body: NewSession = read_adapter(NewSession).validate_json(msgspec.json.encode(fields))
     except ValidationError as error:
         raise RequestError(describe(error)) from error
     return (await open_new(services, body, hung_up))[1]

@@ -8,8 +8,8 @@ from typing import get_args
 
 import msgspec
 
+from contract.sessions import SessionStatus
 from proxy.api.groups import READ_TOGETHER
-from proxy.api.sessions import Status
 from proxy.services import Services
 from proxy.store.keys import listing_member
 from proxy.store.states import SessionState
@@ -18,7 +18,7 @@ PAGE = 50
 SEARCHED = 2000
 """Sessions searched for one page; the next page continues."""
 
-STATUSES: tuple[str, ...] = get_args(Status)
+STATUSES: tuple[str, ...] = get_args(SessionStatus)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ import pytest
 from pydantic import SecretStr, ValidationError
 from starlette.datastructures import Headers
 
+from contract.sessions import SESSION_ID
 from proxy.auth import (
     CHECK_SECONDS,
-    SESSION_ID,
     Role,
     Tokens,
     check_local,

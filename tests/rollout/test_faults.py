@@ -21,10 +21,10 @@ import httpx
 import pytest
 
 from contract.attempts import AttemptId, Failure
+from contract.sessions import Unserved
 from proxy.call.writer import FailureNotes
 from proxy.errors import BudgetExhausted, EngineFailed, StoreUnavailable
 from proxy.store.connection import StoreConnection
-from proxy.store.states import Unserved
 from proxy.store.tasks import keys
 from rollout.attempts import RETRIED, RolloutFailed
 from rollout.evaluation import Evaluation

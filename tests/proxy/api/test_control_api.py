@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import httpx
@@ -16,6 +16,7 @@ import pytest
 from fastapi import FastAPI
 from pydantic import SecretStr
 
+from contract.sessions import NewSession, OpeningFields, SettledFields
 from proxy.api import batches
 from proxy.api.closing import delete_session, finish_announced, reward_session
 from proxy.api.requests import install_error_handlers
@@ -30,6 +31,7 @@ from proxy.store.delivery import CloseRequest
 from proxy.store.keys import SCHEMA, pack
 from proxy.store.service import WeightState
 from proxy.store.states import Intent
+from reconstruct.roles import RoleRule
 from tests.support.sessions.recorded_calls import record
 
 
@@ -134,6 +136,34 @@ async def service(redis_url: str) -> AsyncIterator[Service]:
 def said(response: httpx.Response) -> tuple[int, str, str]:
     error = response.json()["error"]
     return response.status_code, error["code"], error["message"]
+
+
+EACH_FIELD: dict[str, Any] = {
+    **{"session_id": "s1", "task_id": "t", "group_id": "g", "group_size": 3, "metadata": {"a": [1]}, "trained": True},
+    **{"sampling": {"seed": 7, "top_p": 0.5}, "echo_policy": "minted", "role_rules": [{"role": "side", "text": "title"}]},
+    **{"group_policy": "allow_partial", "group_minimum": 2, "zero_variance": "drop", "max_quarantined_share": 0.25},
+    **{"group_replacements": False, "max_calls": 3, "max_completion_tokens": 40, "max_total_tokens": 500, "replay": None},
+    "lookahead": {"n": 2, "choose": "http", "model": None, "url": "http://judge/", "roles": ["main"], "timeout_seconds": 5.0},
+}
+
+
+async def test_every_field_that_a_session_is_opened_with_is_stored_and_is_shown_unless_it_is_its_groups(
+    service: Service,
+) -> None:
+    assert EACH_FIELD.keys() == {each.name for each in fields(NewSession)}
+    assert (await service.admin.post("/sessions", json=EACH_FIELD)).status_code == 201
+    shown = (await service.admin.get("/sessions/s1")).json()
+    hidden = {each.name for each in fields(OpeningFields)} - {each.name for each in fields(SettledFields)}
+    assert {name: shown[name] for name in EACH_FIELD.keys() - hidden} == {
+        name: value for name, value in EACH_FIELD.items() if name not in hidden
+    }
+    assert not hidden & shown.keys()
+    stored = await service.services.sessions.load("s1")
+    assert stored is not None
+    assert {name: getattr(stored.info, name) for name in hidden - {"role_rules"}} == {
+        name: EACH_FIELD[name] for name in hidden - {"role_rules"}
+    }
+    assert stored.info.role_rules == (RoleRule("side", text="title"),)
 
 
 async def test_a_new_session_answers_with_its_key_and_the_urls_for_each_dialect(service: Service) -> None:

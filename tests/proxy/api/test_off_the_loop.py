@@ -15,8 +15,9 @@ import jinja2
 import msgpack
 import pytest
 
+from contract.sessions import Fork
 from proxy.api import archive, calls, closing
-from proxy.store.states import Fork, SessionInfo
+from proxy.store.states import SessionInfo
 from proxy.ui import pages, rendering, router
 from tests import ROOT
 from tests.support.service.redis_server import Store

@@ -26,13 +26,13 @@ from typer.testing import CliRunner
 
 from cli.main import app
 from cli.refusal import CommandError
+from contract.sessions import Fork, GroupRule, Lookahead
 from proxy.api.sessions import session_as_wire, session_from_wire
 from proxy.archive.folder import ArchiveReader, ArchiveWriter, KnownSessions, read_table
 from proxy.archive.tables import SCHEMA_VERSION, TABLES, arrow_schema
 from proxy.errors import Conflict
 from proxy.store.archive import ArchiveStore
-from proxy.store.groups import GroupRule
-from proxy.store.states import Fork, Intent, Lookahead, SessionInfo, SessionState
+from proxy.store.states import Intent, SessionInfo, SessionState
 from tests.support.engine.scripted_engine import Fail, ScriptedEngine
 from tests.support.engine.scripted_images import SEEING, picture, url_of
 from tests.support.service.forked import ForkedVerbatim
@@ -421,21 +421,45 @@ def test_a_part_that_is_none_is_refused(
 
 
 def test_a_session_as_it_is_shown_has_every_field_and_is_the_same_session_again() -> None:
-    info = SessionInfo("s", b"the hash of a key", 1.5, "t", "g", 4, {"a": [1]}, {"seed": 7})
-    state = SessionState(info, "failed", 3, 0.5, {"c0": 1.0}, {"b": 0.25}, {"by": "judge"}, "broke", 9.5, 10.5)
+    info = SessionInfo(
+        "s",
+        b"the hash of a key",
+        1.5,
+        task_id="t",
+        group_id="g",
+        group_size=4,
+        metadata={"a": [1]},
+        sampling={"seed": 7},
+    )
+    state = SessionState(
+        info,
+        status="failed",
+        calls=3,
+        reward=0.5,
+        per_call={"c0": 1.0},
+        per_branch={"b": 0.25},
+        reward_metadata={"by": "judge"},
+        error="broke",
+        closed_at=9.5,
+        updated_at=10.5,
+    )
     wire = session_as_wire(state)
     # The other fields tell what the session needs.
-    assert {*wire, "info", "key_hash", "group_rule", "role_rules", "needs", "unserved", "replayed_at", "sampled_tokens"} == {
+    hidden = ("key_hash", "role_rules", "needs", *(each.name for each in fields(GroupRule)))
+    assert {*wire, "info", *hidden, "unserved", "replayed_at", "sampled_tokens"} == {
         each.name for kind in (SessionInfo, SessionState) for each in fields(kind)
     }
     assert session_from_wire(wire) == replace(state, info=replace(info, key_hash=b""))
     bounded = replace(state, info=replace(info, key_hash=b"", max_calls=3, max_completion_tokens=40, max_total_tokens=500))
     assert session_from_wire(session_as_wire(bounded)) == bounded
-    forked = replace(state, info=replace(info, key_hash=b"", replay=Fork("origin", 0.5, 7, "c7", "fail", 50.0)))
+    forked = replace(
+        state,
+        info=replace(info, key_hash=b"", replay=Fork("origin", 0.5, 7, "c7", on_divergence="fail", tokens_per_second=50.0)),
+    )
     assert session_from_wire(session_as_wire(forked)) == forked
     ahead = replace(state, info=replace(info, key_hash=b"", lookahead=Lookahead(3, "model", "judge", roles=("main",))))
     assert session_from_wire(session_as_wire(ahead)) == ahead
-    ruled = replace(state, info=replace(info, group_rule=GroupRule("drop")))
+    ruled = replace(state, info=replace(info, group_policy="drop"))
     assert session_as_wire(ruled) == wire
     later = ("trained", "echo_policy", "replay", "lookahead", "max_calls", "max_completion_tokens", "max_total_tokens")
     untold = {name: value for name, value in wire.items() if name not in later}
@@ -754,7 +778,16 @@ async def test_a_session_is_restored_in_parts_that_may_be_repeated(store: Store)
     info = SessionInfo("s", b"", 5.0, group_id="g", metadata={"a": 1})
     intent = Intent("lost", "c1", b"\x00", "r", 7.0)
     state = SessionState(
-        info, "completed", 3, 0.5, {"c1": 1.0}, {"c3": 2.0}, {"by": "x"}, "late", closed_at=8.0, updated_at=9.0
+        info,
+        status="completed",
+        calls=3,
+        reward=0.5,
+        per_call={"c1": 1.0},
+        per_branch={"c3": 2.0},
+        reward_metadata={"by": "x"},
+        error="late",
+        closed_at=8.0,
+        updated_at=9.0,
     )
     for start, records in ((0, [("c1", b"one"), ("c2", b"two")]), (0, [("c1", b"one")]), (2, [("c3", b"three")])):
         await archive.restore(info, start, records)

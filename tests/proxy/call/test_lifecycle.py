@@ -18,6 +18,7 @@ import httpx
 import pytest
 from openai import APIError, OpenAI
 
+from contract.sessions import Fork
 from proxy.api.closing import close_idle, close_session, delete_session, load_session
 from proxy.app import build_services
 from proxy.call import peers
@@ -29,7 +30,7 @@ from proxy.store import keys
 from proxy.store.connection import StoreConnection
 from proxy.store.service import RedisClock
 from proxy.store.sessions import SessionStore
-from proxy.store.states import Fork, Intent, SessionInfo, SessionState
+from proxy.store.states import Intent, SessionInfo, SessionState
 from proxy.timeline import CancelScope
 from reconstruct.codec import decode, encode
 from tests.proxy.call.test_delivered import OWN

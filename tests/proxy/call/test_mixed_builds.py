@@ -8,9 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
+from contract.sessions import Fork, Lookahead
 from proxy.store import keys, states
 from proxy.store.service import LEVEL
-from proxy.store.states import FEATURES, Fork, Lookahead, SessionInfo
+from proxy.store.states import FEATURES, SessionInfo
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService

@@ -9,9 +9,10 @@ import asyncio
 
 import pytest
 
+from contract.sessions import GroupRule
 from proxy.errors import Conflict
 from proxy.store.delivery import Freshness, LeaseQuery
-from proxy.store.groups import GroupDefaults, GroupMember, GroupRule, LeaseRecord, Nothing
+from proxy.store.groups import GroupDefaults, GroupMember, LeaseRecord, Nothing
 from tests.support.service.redis_server import RedisKind, Store
 
 ALL = GroupDefaults("require_all")
@@ -614,11 +615,11 @@ async def test_totals_count_what_befell_groups(store: Store) -> None:
 
 
 async def test_what_a_group_says_itself_holds_over_the_services_rule(store: Store) -> None:
-    partial, strict = GroupRule("allow_partial", 1), GroupRule("require_all")
+    partial, strict = GroupRule(group_policy="allow_partial", group_minimum=1), GroupRule(group_policy="require_all")
     for rule, defaults, outcome in (
         (partial, ALL, "ready"),
         (strict, PARTIAL, "filling"),
-        (GroupRule(minimum=1), PARTIAL, "ready"),
+        (GroupRule(group_minimum=1), PARTIAL, "ready"),
     ):
         group = f"{rule}"
         await store.delivery.fill(group, 2, member(f"{group}-well"), defaults, 1.0, rule)
@@ -634,7 +635,7 @@ async def test_what_a_group_says_of_equal_rewards_holds_for_it_alone(store: Stor
 
 
 async def test_a_group_that_nobody_completes_is_given_up_by_its_own_rule(store: Store) -> None:
-    await store.delivery.fill("own", 2, member("own"), ALL, 1.0, GroupRule("allow_partial", 1))
+    await store.delivery.fill("own", 2, member("own"), ALL, 1.0, GroupRule(group_policy="allow_partial", group_minimum=1))
     await fill(store, "others", member("others"), size=2)
     assert await store.delivery.tend(ALL, 10.0, 100.0) == 2
     assert await counted(store) == {"ready": 1, "dead": 1}
@@ -645,7 +646,7 @@ async def test_a_group_that_nobody_completes_is_given_up_by_its_own_rule(store: 
 
 
 async def test_a_group_without_replacements_is_given_up_with_its_last_member(store: Store) -> None:
-    rule = GroupRule(replacements=False)
+    rule = GroupRule(group_replacements=False)
     members = [member("a"), failed("b"), member("c")]
     states = [await store.delivery.fill("g", 3, each, ALL, 7.0, rule) for each in members]
     assert states == ["filling", "filling", "dead"]
@@ -660,11 +661,11 @@ async def test_a_group_without_replacements_is_given_up_with_its_last_member(sto
 
 
 async def test_a_group_without_replacements_that_is_whole_is_ready(store: Store) -> None:
-    rule = GroupRule(replacements=False)
+    rule = GroupRule(group_replacements=False)
     assert [await store.delivery.fill("g", 2, each, ALL, 7.0, rule) for each in (member("a"), member("b"))] == [
         "filling",
         "ready",
     ]
-    partial = GroupRule("allow_partial", 1, replacements=False)
+    partial = GroupRule(group_policy="allow_partial", group_minimum=1, group_replacements=False)
     assert await store.delivery.fill("p", 2, failed("x"), ALL, 7.0, partial) == "filling"
     assert await store.delivery.fill("p", 2, member("y"), ALL, 7.0, partial) == "ready"

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from proxy.store.groups import GroupDefaults, GroupMember, GroupRule
+from contract.sessions import GroupRule
+from proxy.store.groups import GroupDefaults, GroupMember
 from proxy.store.run import Axis, Point, PolicyOutcome, choose_label, merge, round_reward
 from tests.proxy.store.test_delivery import lease_one
 from tests.support.service.redis_server import Store

@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
+from contract.sessions import Fork
 from proxy.errors import Conflict, NotFound
 from proxy.store.sessions import OPENING_SECONDS, digest, refer
-from proxy.store.states import Fork, Intent, SessionInfo
+from proxy.store.states import Intent, SessionInfo
 from tests.support.service.redis_server import RedisKind, Store
 
 

@@ -79,7 +79,9 @@ def test_every_member_of_the_group_can_be_chosen_on_either_side(service: Running
 
 
 def test_two_sessions_without_a_reward_are_the_first_two_and_one_alone_is_not_compared() -> None:
-    states = [SessionState(SessionInfo(name, b"", 1.0), "completed", 1, None, {}, {}, {}, None, 9.0, 9.0) for name in "abc"]
+    states = [
+        SessionState(SessionInfo(name, b"", 1.0), status="completed", calls=1, closed_at=9.0, updated_at=9.0) for name in "abc"
+    ]
     assert choose_sides("", "", states) == ("a", "b")
     assert choose_sides("a", "", states) == ("a", "b")
     for members in ([], states[:1]):

@@ -1,0 +1,47 @@
+"""A session's field is declared once, and nothing else has to be told of it."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+from contract.sessions import NewSession, OpeningFields, SessionView, SettledFields
+from proxy.store.states import SessionInfo
+
+ROOT = Path(__file__).parents[2]
+SETTLED = {"sampling", "echo_policy", "replay"}
+"""One form in a request, another once the session is open."""
+SHARED_NAMES = {"task_id", "group_id", "metadata", "sampling", "replay", "lookahead", "max_calls"}
+"""Rows, calls and engines have fields of these names, too."""
+SETTINGS = {("proxy/settings.py", "Settings"), ("proxy/store/groups.py", "GroupDefaults")}
+"""What the service's settings say where a session says nothing."""
+
+
+def declarations() -> Iterator[tuple[str, str, str]]:
+    """File, class and name of each annotated field of the product."""
+    for package in ("contract", "proxy", "cli", "trainer_client"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    for line in node.body:
+                        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                            yield path.relative_to(ROOT).as_posix(), node.name, line.target.id
+
+
+def test_each_field_of_a_session_is_declared_in_one_place() -> None:
+    own = {each.name for each in fields(OpeningFields)} | SETTLED
+    declared = [found for found in declarations() if found[2] in own]
+    here = Counter(name for path, _, name in declared if path == "contract/sessions.py")
+    assert here == {name: 2 if name in SETTLED else 1 for name in own}
+    elsewhere = [found for found in declared if found[0] != "contract/sessions.py" and found[:2] not in SETTINGS]
+    assert [found for found in elsewhere if found[2] not in SHARED_NAMES] == []
+
+
+def test_a_field_that_is_asked_for_is_stored_and_shown() -> None:
+    asked, stored, shown = ({each.name for each in fields(kind)} for kind in (NewSession, SessionInfo, SessionView))
+    assert asked == {each.name for each in fields(OpeningFields)} | {"session_id", "replay"}
+    assert asked <= stored
+    assert {each.name for each in fields(SettledFields)} <= asked & shown
