@@ -41,7 +41,6 @@ LEASES = {
 }
 RETENTION = {
     "VERBATIM_RETAIN_SECONDS": "1",
-    "VERBATIM_RETAIN_CHECK_SECONDS": "2",
 }
 """A session goes as soon as no trainer will get it."""
 NAMED = 3

@@ -37,7 +37,7 @@ from proxy.engine.pool.pool import EnginePool
 from proxy.engine.weights.keeper import WeightMetrics
 from proxy.engine.weights.push import WeightUpdater
 from proxy.errors import StoreUnavailable
-from proxy.images import ImageBounds
+from proxy.limits import USUAL, Limits
 from proxy.memory import find_session_bytes
 from proxy.metrics import Metrics
 from proxy.outbound import Outbound
@@ -71,11 +71,11 @@ Adding = Callable[[Services, Application], Addition]
 """Builds an addition from the process's services and the control app."""
 
 
-def create_app(settings: Settings, *adding: Adding) -> HarnessApp:
+def create_app(settings: Settings, *adding: Adding, limits: Limits = USUAL) -> HarnessApp:
     """The ASGI application of one process."""
     _read_install()
-    store = StoreConnection.to(settings, settings.redis)
-    services = build_services(settings, store)
+    store = StoreConnection.to(settings, settings.redis, limits.redis_timeout_seconds)
+    services = build_services(settings, store, limits)
     # FastAPI's own documentation pages load scripts from elsewhere and ask for a token.
     control = FastAPI(title="Verbatim", docs_url=None, redoc_url=None)
     harness = HarnessApp(services, control)
@@ -107,25 +107,25 @@ def build_control_router() -> APIRouter:
     return router
 
 
-def build_services(settings: Settings, store: StoreConnection) -> Services:
+def build_services(settings: Settings, store: StoreConnection, limits: Limits = USUAL) -> Services:
     """What one process shares between its two sides, not yet started."""
     engines, metrics = EngineStore(store), Metrics()
     renderer = LocalRenderer(settings.renderer, settings.renderer_options)
-    pool = EnginePool(settings, engines, metrics=metrics, renderer=renderer)
+    pool = EnginePool(settings, engines, metrics=metrics, renderer=renderer, limits=limits)
     process, inflight = uuid.uuid4().hex, Inflight()
     sessions, weights, media = SessionStore(store, process), WeightStore(store), MediaStore(store)
     outbound = Outbound(settings.outbound_allow, on_loopback=is_loopback(settings.host))
     sessions_bytes = find_session_bytes(1) if settings.session_cache_bytes is None else settings.session_cache_bytes
-    bounds = build_image_bounds(settings)
     cache = SessionCache(
-        sessions, settings.session_cache, sessions_bytes, settings.volatile_lines, bounds, memo=settings.session_memo
+        sessions, limits.session_cache, sessions_bytes, settings.volatile_lines, limits.images, memo=limits.session_memo
     )
     services = Services(
         settings=settings,
+        limits=limits,
         tokens=Tokens(settings.tokens),
         slots=CallSlots(settings.max_calls, settings.max_calls_per_session),
         rate=CallRate(settings.calls_per_second),
-        body_room=BodyRoom(settings.body_room_bytes, settings.body_room_per_session_bytes),
+        body_room=BodyRoom(limits.body_room_bytes, limits.body_room_per_session_bytes),
         sessions=sessions,
         delivery=DeliveryStore(store),
         weights=weights,
@@ -145,22 +145,13 @@ def build_services(settings: Settings, store: StoreConnection) -> Services:
         hooks=(
             ForkHook(Replays(pool, sessions, cache, metrics)),
             LookaheadHook(pool, outbound),
-            ImageHook(ImageCache(media, settings.image_cache_bytes), pool.kinds),
+            ImageHook(ImageCache(media, limits.image_cache_bytes), pool.kinds),
         ),
     )
     metrics.watch_engines(lambda: [*pool.replicas, *pool.draining], pool.seats.depths)
     metrics.watch(lambda: len(services.inflight))
     metrics.watch_sessions(services.cache)
     return services
-
-
-def build_image_bounds(settings: Settings) -> ImageBounds:
-    return ImageBounds(
-        settings.max_image_bytes,
-        settings.max_image_pixels,
-        settings.max_call_images,
-        settings.max_session_images,
-    )
 
 
 @contextlib.asynccontextmanager

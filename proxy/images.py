@@ -73,7 +73,7 @@ class ImageReader:
         """The digest of an image's bytes. Raises RequestError for too many of them."""
         if len(data) > self._bounds.image_bytes:
             raise RequestError(
-                f"an image has {len(data)} bytes, of at most {self._bounds.image_bytes} (VERBATIM_MAX_IMAGE_BYTES)",
+                f"an image has {len(data)} bytes, of at most {self._bounds.image_bytes}",
                 param="messages",
             )
         digest = hashlib.sha256(data).hexdigest()
@@ -173,9 +173,7 @@ def check_image(data: bytes, bounds: ImageBounds) -> None:
 def _check_size(size: tuple[int, int], bounds: ImageBounds) -> None:
     width, height = size
     if not 0 < width * height <= bounds.pixels:
-        raise RequestError(
-            f"an image has {width} x {height} pixels, of at most {bounds.pixels} (VERBATIM_MAX_IMAGE_PIXELS)", param="messages"
-        )
+        raise RequestError(f"an image has {width} x {height} pixels, of at most {bounds.pixels}", param="messages")
 
 
 def media_type(data: bytes) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,9 @@ from reconstruct.trajectory import encode_accounting, encode_row
 
 log = logging.getLogger(__name__)
 
+LEAST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 900.0
+"""Between two looks, a tenth of `retain_seconds` within these. Each look that finds something writes a part of the archive, and parts
+should be few."""
 LOCK_SECONDS = 120.0
 LOOKED_AT = 64
 """Sessions loaded at a time."""
@@ -57,12 +61,13 @@ class Retention:
         self._known = KnownSessions()
 
     async def run(self) -> None:
-        """Clears every `retain_check_seconds` until cancelled; returns at once when no limit is set."""
+        """Clears again and again until cancelled; returns at once when no limit is set."""
         if self._settings.retain_seconds is None and self._settings.retain_bytes is None:
             return
         self._services.metrics.note_sweep("retention")
+        pause = min(max(LEAST_PAUSE_SECONDS, (self._settings.retain_seconds or math.inf) / 10), LONGEST_PAUSE_SECONDS)
         while True:
-            await asyncio.sleep(self._settings.retain_check_seconds)
+            await asyncio.sleep(pause)
             try:
                 await self.run_once()
                 self._services.metrics.note_sweep("retention")

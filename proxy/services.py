@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from proxy.engine.apis.renderer import LocalRenderer
     from proxy.engine.pool.pool import EnginePool
     from proxy.engine.weights.push import WeightUpdater
+    from proxy.limits import Limits
     from proxy.metrics import Metrics
     from proxy.outbound import Outbound
     from proxy.settings import Settings
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class Services:
     settings: Settings
+    limits: Limits
     tokens: Tokens
     slots: CallSlots
     rate: CallRate

@@ -147,8 +147,6 @@ class Settings(BaseSettings):
     engine_release_path: str = Field("", pattern=r"^(/.*)?$")
     """Where a router in front of engines is told that a session is over: /finish_session of vllm-router, for example, gets
     POST /finish_session?session_id=ID. Empty: nowhere."""
-    engine_timeout_seconds: float = Field(3600.0, gt=0)
-    """How long an engine may send nothing during a call."""
     engine_stall_seconds: float = Field(120.0, ge=0)
     """How long an engine with calls in flight may sample nothing before it gets no more calls until it does, and how long it may take over
     a request that samples nothing. Must be longer than its longest step. 0: for ever."""
@@ -158,15 +156,6 @@ class Settings(BaseSettings):
     """Concurrent calls that each process sends to one replica; further calls go to the session's next replica, or wait. 0: no limit."""
     queue_seconds: float = Field(300.0, ge=0)
     """How long a call waits for a replica with room before it gets 503. 0: for ever."""
-    engine_watch_seconds: float = Field(3.0, gt=0)
-    """Interval between resolving watched names and looking for engines added at run time."""
-    engine_failures: int = Field(3, ge=1)
-    """Consecutive failed calls or probes after which a replica gets no more calls. One refused connection is enough; failed calls never
-    take out the last replica of a policy."""
-    engine_return_probes: int = Field(3, ge=1)
-    """Consecutive good probes before a replica that failed repeatedly gets calls again. After a single failure one is enough."""
-    engine_flap_seconds: float = Field(60.0, ge=0)
-    """Two failures of a replica within this time count as repeated."""
     frozen_models: list[str] = Field(default_factory=list)
     """Models that are never trained, such as judges: names of policies or of served models. Their calls are recorded and quarantined."""
 
@@ -188,8 +177,6 @@ class Settings(BaseSettings):
     """The store, shared by all processes that serve the same sessions: redis://HOST:PORT/0 of a Redis 6.2 or newer,
     redis+cluster://HOST:PORT,HOST:PORT, or redis+sentinel://HOST:PORT,HOST:PORT/SERVICE; rediss for TLS. Unset: an embedded redis-server
     that starts and stops with the service and has its files in `data_dir`."""
-    redis_timeout_seconds: float = Field(10.0, gt=0)
-    """Timeout for a reply from Redis, including a new connection."""
     redis_retry_seconds: float = Field(10.0, ge=0)
     """How long to retry storing the record of a finished call while Redis restarts or fails over; then the call fails. At start the
     service waits this long for Redis."""
@@ -233,21 +220,6 @@ class Settings(BaseSettings):
 
     max_body_bytes: int = Field(64 * 2**20, ge=1)
     """Largest request body accepted."""
-    body_room_bytes: int = Field(256 * 2**20, ge=1)
-    """Memory in one process for the request bodies of calls in flight; further calls wait, and get 429 after `body_timeout_seconds`. Bodies
-    up to 256 KiB never wait."""
-    body_room_per_session_bytes: int = Field(64 * 2**20, ge=1)
-    """The same for one session."""
-    max_header_bytes: int = Field(64 * 2**10, ge=1024)
-    """Largest total size of a request's headers; beyond it 431."""
-    max_headers: int = Field(128, ge=16)
-    """Most headers of a request."""
-    header_timeout_seconds: float = Field(15.0, ge=0)
-    """How long the headers of a request may take to arrive. 0: no limit."""
-    body_timeout_seconds: float = Field(120.0, ge=0)
-    """How long the body of a request may take to arrive. 0: no limit."""
-    write_timeout_seconds: float = Field(120.0, ge=0)
-    """How long a client may read nothing of a response before its connection is closed. 0: for ever."""
     max_calls: int = Field(0, ge=0)
     """Concurrent calls in one process, beyond which callers get 429. 0: no limit."""
     max_calls_per_session: int = Field(0, ge=0)
@@ -257,16 +229,6 @@ class Settings(BaseSettings):
     max_session_bytes: int = Field(128 * 2**20, ge=0)
     """Uncompressed size of the messages and tokens of one session, after which its calls get 413; the call that reaches the limit is still
     recorded. A process that serves the session needs up to four times as much memory. 0: no limit."""
-    max_image_bytes: int = Field(20 * 2**20, ge=1)
-    """Largest image in a message, in bytes as it is sent, base64 undone."""
-    max_image_pixels: int = Field(40_000_000, ge=1)
-    """Most pixels of an image, width times height, checked before it is decoded."""
-    max_call_images: int = Field(128, ge=0)
-    """Most images of one call, those of its history included. The engine has a limit of its own (vLLM's --limit-mm-per-prompt)."""
-    max_session_images: int = Field(2048, ge=0)
-    """Most different images of one session. Their bytes count towards `max_session_bytes`."""
-    image_cache_bytes: int = Field(256 * 2**20, ge=0)
-    """Memory in one process for images that were used last; others are read from the store when a call needs them."""
 
     thinking: Annotated[Literal["template", "retain"], Flag()] = "template"
     """What to do when the chat template drops earlier thinking at a new user turn. template: branch, and train on what the deployed model
@@ -291,14 +253,9 @@ class Settings(BaseSettings):
     """A streaming harness that has received nothing for this long gets a typed keep-alive event. 0: never."""
     drain_seconds: float = Field(20.0, ge=0, allow_inf_nan=False)
     """After SIGTERM, how long calls in flight may take to finish; then they are cut and recorded as aborted."""
-    session_cache: int = Field(4096, ge=0)
-    """Session trees kept in memory per process; others are read from the store when needed."""
     session_cache_bytes: int | None = Field(None, ge=0)
     """Estimated memory for these trees in one process; the least recently used go first, their texts before the rest. Default: a quarter of
     the memory of the machine, or of its container, divided among the processes."""
-    session_memo: bool = True
-    """Whether a call reads only what its body adds to the session's last ones. Off, each is read in full: the same tokens, more slowly. It
-    is there to find out where a difference comes from."""
 
     builder: str = Field("merged", validate_default=True)
     """How sessions become training rows: merged (one row per branch), per_call (one per call), or the name of your own in the entry-point
@@ -320,8 +277,6 @@ class Settings(BaseSettings):
     that are not trained. A session may override it. Unset: any share."""
     solved_reward: float = Field(1.0, allow_inf_nan=False)
     """The reward from which on the numbers of the run count a session as solved."""
-    run_label: str = Field("label", min_length=1)
-    """The field of a session's metadata whose value divides the numbers of the run: {"label": "math"}. Tasks pass their metadata on."""
     group_timeout_seconds: float = Field(86400.0, ge=0, allow_inf_nan=False)
     """How long an incomplete group waits for its next member. 0: for ever. Then require_all makes it a dead letter, drop drops it, and
     allow_partial delivers the members there are if `group_minimum` members are usable."""
@@ -337,8 +292,6 @@ class Settings(BaseSettings):
     staler one gets 429. Unset: no limit. 0: all groups of a version are trained before the next starts."""
     admission_hold_seconds: float = Field(0.0, ge=0, le=3600)
     """How long a request to open a session is held before it gets that 429."""
-    lease_seconds: float = Field(600.0, gt=0, allow_inf_nan=False)
-    """How long a trainer holds a batch before it is delivered again."""
     max_deliveries: int = Field(5, ge=1)
     """Deliveries of one group before it becomes a dead letter."""
 
@@ -351,8 +304,6 @@ class Settings(BaseSettings):
     deleted."""
     retain_bytes: int | None = Field(None, gt=0)
     """Memory that the store may use before the oldest closed sessions are deleted, with the same exceptions. Unset: all it has."""
-    retain_check_seconds: float = Field(900.0, gt=0)
-    """Interval between retention runs."""
 
     log_calls: Annotated[bool, Flag()] = False
     """Log one line per call: session, outcome and times, never content."""
@@ -363,8 +314,6 @@ class Settings(BaseSettings):
     """Folders that weight pushes may use; empty: any path. The engines open it, not the service."""
     weights_timeout_seconds: float = Field(600.0, gt=0)
     """How long one replica may take for one step of a weight push."""
-    weights_lock_seconds: float = Field(30.0, gt=0)
-    """How long the push lock outlives a process that died during a push; then another process takes over and repairs what it left."""
 
     @field_validator("engine_api")
     @classmethod

@@ -12,15 +12,12 @@ import http
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from proxy.call.http import EXTENSION
-
-if TYPE_CHECKING:
-    from proxy.settings import Settings
-
+from proxy.limits import USUAL
 
 BODY_GRACE_SECONDS = 15.0
 """The application rejects a body that takes too long; this long after that, the connection is cut anyway."""
@@ -30,22 +27,14 @@ BODY_GRACE_SECONDS = 15.0
 class HttpTimeouts:
     """The limits. 0 seconds: no limit."""
 
-    header_bytes: int
-    headers: int
-    header_seconds: float
-    body_seconds: float
-    write_seconds: float
-
-    @classmethod
-    def of(cls, settings: Settings) -> HttpTimeouts:
-        body_seconds = settings.body_timeout_seconds + BODY_GRACE_SECONDS if settings.body_timeout_seconds else 0.0
-        return cls(
-            settings.max_header_bytes,
-            settings.max_headers,
-            settings.header_timeout_seconds,
-            body_seconds,
-            settings.write_timeout_seconds,
-        )
+    header_bytes: int = 64 * 2**10
+    """Of one request's head: twice what nginx takes by default, for gateways that add a user's whole token."""
+    headers: int = 128
+    """As many as Node's and Python's servers take, and a few more."""
+    header_seconds: float = 15.0
+    body_seconds: float = USUAL.body_timeout_seconds + BODY_GRACE_SECONDS
+    write_seconds: float = 120.0
+    """How long a client may read nothing of its reply."""
 
 
 class HttpConnection(HttpToolsProtocol):

@@ -162,7 +162,7 @@ def run_server(
         app,
         loop="uvloop",
         # uvicorn calls it like the class.
-        http=cast(Any, partial(HttpConnection, patience=HttpTimeouts.of(settings))),
+        http=cast(Any, partial(HttpConnection, patience=HttpTimeouts())),
         ws="none",
         lifespan="on",
         log_config=None,

@@ -40,6 +40,8 @@ router = APIRouter(
 RECHECK_SECONDS = 5.0
 """How often a waiting lease checks for groups even if no arrival was announced."""
 DEFAULT_CONSUMER = "a trainer"
+LEASE_SECONDS = 600.0
+"""Of a lease that names no time, as `trainer_client` asks for: ten minutes for a step and its push."""
 
 LeaseId = Annotated[str, Path(description="The lease's id.")]
 LeaseSeconds = Annotated[float, Field(gt=0, le=7 * 86400)]
@@ -169,7 +171,7 @@ async def extend_lease(
     services: Served, lease_id: LeaseId, body: Annotated[ExtendRequest, Depends(JsonBody(ExtendRequest).read)]
 ) -> Response:
     """Moves its deadline, counted from now."""
-    seconds = body.lease_seconds or services.settings.lease_seconds
+    seconds = body.lease_seconds or LEASE_SECONDS
     expires_at = await services.delivery.extend(lease_id, seconds, await services.clock.now())
     return json_response({"lease_id": lease_id, "expires_at": expires_at})
 
@@ -220,7 +222,7 @@ async def _lease(services: Services, body: LeaseRequest, form: Encoding, *, wait
             max_groups=body.max_groups,
             max_trajectories=body.max_trajectories,
             oldest_version=line.oldest_version,
-            lease_seconds=body.lease_seconds or settings.lease_seconds,
+            lease_seconds=body.lease_seconds or LEASE_SECONDS,
             max_deliveries=settings.max_deliveries,
             now=await services.clock.now(),
             waits=waits,

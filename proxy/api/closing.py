@@ -35,6 +35,8 @@ CLOSED = ("completed", "failed", "timeout", "cancelled")
 RUN_ENDED = ("completed", "timeout")
 """Statuses of a trainable session: an agent that ran out of time still did what the policy made it do."""
 DELETED = "deleted"
+RUN_LABEL = "label"
+"""The field of a session's metadata whose value divides the numbers of its run."""
 """Announced by a delete in place of a status."""
 SWEEP_AGE_SECONDS = 30.0
 """Age from which an announcement is taken to be left by a process that died or lost its store, not by one still at work."""
@@ -302,7 +304,7 @@ def _describe_end(services: Services, state: SessionState) -> PolicyOutcome:
         reward=state.reward,
         solved=state.reward is not None and state.reward >= settings.solved_reward,
         seconds=max(0.0, closed_at - state.info.created_at),
-        label=choose_label(state.info.metadata, settings.run_label),
+        label=choose_label(state.info.metadata, RUN_LABEL),
     )
 
 

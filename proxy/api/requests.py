@@ -114,7 +114,7 @@ def read_adapter(model: Any) -> TypeAdapter[Any]:
 async def read_body(request: Request, limit: int) -> bytes:
     """Raises `TooLarge` for a body of more than `limit` bytes, `RequestTimeout` for one that does not arrive in time."""
     http.refuse_encoding(request.headers.get("content-encoding", ""))
-    return await http.read_body(request.receive, limit, get_services(request).settings.body_timeout_seconds)
+    return await http.read_body(request.receive, limit, get_services(request).limits.body_timeout_seconds)
 
 
 @contextlib.asynccontextmanager

@@ -196,7 +196,7 @@ class HarnessApp:
         refuse_encoding(exchange.headers.get("content-encoding", ""))
         declared = exchange.headers.get("content-length", "")
         length = int(declared) if declared.isdecimal() else None
-        most, seconds = self._settings.max_body_bytes, self._settings.body_timeout_seconds
+        most, seconds = self._settings.max_body_bytes, self._services.limits.body_timeout_seconds
         return await read_body(exchange.client.receive, most, seconds, place, length)
 
     # Model calls.
@@ -398,9 +398,7 @@ def count_images(request: Request, most: int) -> None:
     """List the request's images. Raises RequestError for more than `most`."""
     request.images = [digest for seen in request.history for digest in seen.images]
     if len(request.images) > most:
-        raise RequestError(
-            f"the request has {len(request.images)} images, of at most {most} (VERBATIM_MAX_CALL_IMAGES)", param="messages"
-        )
+        raise RequestError(f"the request has {len(request.images)} images, of at most {most}", param="messages")
 
 
 # Parsing: on the event loop for a small body, in a thread for a large one.

@@ -70,7 +70,7 @@ class ImageCache:
         if kept + len(new) > session.bounds.per_session:
             raise RequestError(
                 f"session '{session_id}' has {kept} images and the request {len(new)} new ones, of at most "
-                f"{session.bounds.per_session} (VERBATIM_MAX_SESSION_IMAGES)",
+                f"{session.bounds.per_session}",
                 param="messages",
             )
 

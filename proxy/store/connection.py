@@ -93,6 +93,9 @@ LOW_BYTES = 2**30
 PART_SECONDS = 2.0
 """How long one server of a cluster may take to say how it is."""
 CONNECT_SECONDS = 2.0
+REPLY_SECONDS = 10.0
+"""For a reply, including a new connection. The slowest script takes well under a second; a disk that stalls under `appendfsync always`
+takes several."""
 PAUSES = (0.05, 0.1, 0.2, 0.4)
 """Pauses between the tries of a patient script, in seconds; the last one repeats."""
 
@@ -151,13 +154,13 @@ class StoreConnection:
         self._free = asyncio.Semaphore(max_connections)
 
     @classmethod
-    def to(cls, settings: Settings, url: str | None) -> StoreConnection:
+    def to(cls, settings: Settings, url: str | None, timeout_seconds: float = REPLY_SECONDS) -> StoreConnection:
         """A connection to `url` with the deadlines and durability of the settings. Raises ValueError without a URL."""
         if url is None:
             raise ValueError("there is no Redis URL: start EmbeddedRedis first and set settings.redis to its URL")
         return cls(
             url,
-            timeout_seconds=settings.redis_timeout_seconds,
+            timeout_seconds=timeout_seconds,
             patience_seconds=settings.redis_retry_seconds,
             wait_replicas=settings.redis_wait_replicas,
             wait_aof=settings.redis_wait_aof,

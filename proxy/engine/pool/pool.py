@@ -23,10 +23,11 @@ from proxy.engine.pool.policies import DEFAULT, catalogue, find_policy, find_sma
 from proxy.engine.pool.seats import Gate, Seats, rank_replicas
 from proxy.engine.pool.stalls import Stalls
 from proxy.engine.pool.standing import Standing, Watches
-from proxy.engine.replica import Health, HealthRule, Replica
+from proxy.engine.replica import Health, Replica
 from proxy.engine.wire.connections import open_channels, open_session
 from proxy.engine.wire.http import EngineHttp
 from proxy.errors import EngineUnavailable, StoreUnavailable, VerbatimError
+from proxy.limits import USUAL, Limits
 from proxy.metrics import Metrics
 from proxy.settings import Settings
 from proxy.store.service import EngineStore
@@ -49,9 +50,10 @@ class EnginePool:
         resolver: Resolver = resolve_with_system,
         metrics: Metrics | None = None,
         renderer: LocalRenderer | None = None,
+        limits: Limits = USUAL,
     ) -> None:
         self._settings = settings
-        self._rule = HealthRule(settings.engine_failures, settings.engine_return_probes, settings.engine_flap_seconds)
+        self._limits = limits
         self._watches = Watches(self._visit)
         self._following: asyncio.Task[None] | None = None
         self._gate = Gate()
@@ -67,7 +69,7 @@ class EnginePool:
         self.seats = Seats(self.of, settings.queue_seconds, self.metrics)
         self._standing = Standing(self.of, self.seats, self.metrics)
         seconds = settings.engine_stall_seconds
-        self.http = EngineHttp(open_channels(settings), self.fail_call, self._watches.wake, aside_seconds=seconds)
+        self.http = EngineHttp(open_channels(settings, limits), self.fail_call, self._watches.wake, aside_seconds=seconds)
         local = renderer or LocalRenderer(settings.renderer, settings.renderer_options)
         self.kinds = EngineKinds(self.http, local)
         self._stalls = Stalls(
@@ -83,7 +85,7 @@ class EnginePool:
 
     async def start(self) -> None:
         """Begin visiting. Waits at most `engine_connect_seconds` for a first answer of every replica; never fails."""
-        self.http.open(open_session(self._settings), open_session(self._settings))
+        self.http.open(open_session(self._settings, self._limits), open_session(self._settings, self._limits))
         for replica in self.replicas:
             self._watches.begin(replica)
         self._watching = asyncio.create_task(self._stalls.watch())
@@ -235,7 +237,7 @@ class EnginePool:
             except Exception:
                 log.exception("cannot find out which engines there are")
             looked.set()
-            await asyncio.sleep(self._settings.engine_watch_seconds)
+            await asyncio.sleep(self._limits.engine_watch_seconds)
 
     def _reconcile(self, wanted: dict[str, ReplicaAddress]) -> None:
         def stays(replica: Replica) -> bool:
@@ -265,7 +267,7 @@ class EnginePool:
     def _make(self, member: ReplicaAddress) -> Replica:
         replica = replica_at(member.url)
         replica.policy, replica.source = member.policy, member.source
-        replica.max_calls, replica.health = self._settings.engine_max_calls, Health(self._rule)
+        replica.max_calls, replica.health = self._settings.engine_max_calls, Health()
         return replica
 
     async def _visit(self, replica: Replica) -> None:

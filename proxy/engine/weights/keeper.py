@@ -35,6 +35,9 @@ from proxy.store.service import WeightState, WeightStore
 
 log = logging.getLogger(__name__)
 
+LOCK_SECONDS = 30.0
+"""How long the push lock outlives a process that died; then another one takes over and repairs what it left. It is renewed six times in
+that time, so a store that fails over in seconds costs no push."""
 TURN_SECONDS = 1.0
 """How long a replica waits while others of its policy are repaired: several may start at once."""
 PAUSED_SECONDS = 5.0
@@ -64,7 +67,7 @@ class WeightKeeper:
         return self._kinds.of(replica).weights(replica, self._settings.weights_timeout_seconds, claim)
 
     def lock(self, policy: str, wait_seconds: float, purpose: Purpose = "check") -> PushLock:
-        return PushLock(self._weights, policy, self._settings.weights_lock_seconds, wait_seconds, purpose)
+        return PushLock(self._weights, policy, LOCK_SECONDS, wait_seconds, purpose)
 
     def forget_failure(self, replica: Replica) -> None:
         """The replica has whole, current weights, whatever failed before."""

@@ -10,6 +10,7 @@ import aiohttp
 from proxy.engine.apis.probe import trace_connections
 from proxy.engine.wire.channels import Channels
 from proxy.engine.wire.tls import build_client_tls
+from proxy.limits import USUAL, Limits
 from proxy.settings import Settings, find_collector
 from proxy.timeline import carried
 
@@ -21,7 +22,7 @@ _PROBE_EVERY_SECONDS = 10
 _PROBES = 3
 
 
-def open_session(settings: Settings) -> aiohttp.ClientSession:
+def open_session(settings: Settings, limits: Limits = USUAL) -> aiohttp.ClientSession:
     """A session for probes or weights, with the engines' API key and no limit on connections."""
     key = settings.find_engine_key()
     return aiohttp.ClientSession(
@@ -30,18 +31,18 @@ def open_session(settings: Settings) -> aiohttp.ClientSession:
         ),
         headers={"Authorization": f"Bearer {key}"} if key else None,
         timeout=aiohttp.ClientTimeout(
-            total=None, sock_connect=settings.engine_connect_seconds, sock_read=settings.engine_timeout_seconds
+            total=None, sock_connect=settings.engine_connect_seconds, sock_read=limits.engine_timeout_seconds
         ),
         trace_configs=[trace_connections()],
     )
 
 
-def open_channels(settings: Settings) -> Channels:
+def open_channels(settings: Settings, limits: Limits = USUAL) -> Channels:
     """The connections for calls, with the same key and timeouts."""
     return Channels(
         settings.find_engine_key(),
         connect_seconds=settings.engine_connect_seconds,
-        read_seconds=settings.engine_timeout_seconds,
+        read_seconds=limits.engine_timeout_seconds,
         idle_seconds=_IDLE_SECONDS,
         socket_factory=_make_socket,
         trace_headers=carried if find_collector() is not None else None,

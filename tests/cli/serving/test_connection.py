@@ -8,7 +8,6 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,42 +15,35 @@ from urllib.parse import urlsplit
 import pytest
 
 from cli.serving.connection import BODY_GRACE_SECONDS, HttpConnection, HttpTimeouts
-from proxy.settings import Settings
+from proxy.limits import Limits
+from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
 from tests.support.service.verbatim_process import ADMIN, Serving, wait_until
 
-NOWHERE = ("--engine", "http://127.0.0.1:9")
-SECONDS = "0.5"
+NOWHERE = "http://127.0.0.1:9"
+SECONDS = 0.5
 HEAD_BYTES = 8192
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def service(redis_server: RedisServer) -> Iterator[RunningService]:
     """Gives requests all the time they need."""
-    with Serving(
-        *NOWHERE,
-        data_dir=tmp_path_factory.mktemp("connection") / "data",
-        VERBATIM_WRITE_TIMEOUT_SECONDS=SECONDS,
-        VERBATIM_MAX_HEADER_BYTES=str(HEAD_BYTES),
-        VERBATIM_MAX_HEADERS="32",
-    ) as running:
+    patience = HttpTimeouts(header_bytes=HEAD_BYTES, headers=32, write_seconds=SECONDS)
+    with RunningService(NOWHERE, redis_server.url, protocol=partial(HttpConnection, patience=patience)) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def hasty(redis_server: RedisServer) -> Iterator[RunningService]:
     """Gives requests hardly any time."""
-    with Serving(
-        *NOWHERE,
-        data_dir=tmp_path_factory.mktemp("hasty") / "data",
-        VERBATIM_HEADER_TIMEOUT_SECONDS=SECONDS,
-        VERBATIM_BODY_TIMEOUT_SECONDS=SECONDS,
-    ) as running:
+    patience = HttpTimeouts(header_seconds=SECONDS, body_seconds=SECONDS + BODY_GRACE_SECONDS)
+    protocol = partial(HttpConnection, patience=patience)
+    with RunningService(NOWHERE, redis_server.url, protocol=protocol, body_timeout_seconds=SECONDS) as running:
         yield running
 
 
 @contextlib.contextmanager
-def connected(service: Serving | RunningService, receive_bytes: int | None = None) -> Iterator[socket.socket]:
+def connected(service: RunningService | Serving, receive_bytes: int | None = None) -> Iterator[socket.socket]:
     parts = urlsplit(service.url)
     with socket.socket() as connection:
         if receive_bytes is not None:
@@ -103,7 +95,7 @@ def trickled(connection: socket.socket, content: bytes, read: Callable[[socket.s
         dripping.join()
 
 
-def serves(service: Serving) -> bool:
+def serves(service: RunningService) -> bool:
     return service.request("GET", "/healthz").status_code == 200
 
 
@@ -111,7 +103,7 @@ def head(path: str, *headers: str, method: str = "POST") -> bytes:
     return "\r\n".join((f"{method} {path} HTTP/1.1", "Host: x", *headers, "", "")).encode()
 
 
-def opened(service: Serving) -> tuple[str, str]:
+def opened(service: RunningService) -> tuple[str, str]:
     """(path of its chat completions, Authorization header) of a new session."""
     made = service.request("POST", "/sessions", json={}).json()
     return f"/s/{made['session_id']}/v1/chat/completions", f"Authorization: Bearer {made['api_key']}"
@@ -133,7 +125,7 @@ def opened(service: Serving) -> tuple[str, str]:
     ],
 )
 def test_a_head_without_a_version_or_a_host_is_refused_and_the_connection_closed(
-    service: Serving, request_line: str, headers: tuple[str, ...], why: str
+    service: RunningService, request_line: str, headers: tuple[str, ...], why: str
 ) -> None:
     with connected(service) as connection:
         connection.sendall("\r\n".join((request_line, *headers, "", "")).encode())
@@ -142,7 +134,7 @@ def test_a_head_without_a_version_or_a_host_is_refused_and_the_connection_closed
     assert b'"status"' not in answer and serves(service)
 
 
-def test_an_http_1_0_client_needs_no_host(service: Serving) -> None:
+def test_an_http_1_0_client_needs_no_host(service: RunningService) -> None:
     with connected(service) as connection:
         connection.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
         assert heard(connection).startswith(b"HTTP/1.1 200 ")
@@ -151,26 +143,26 @@ def test_an_http_1_0_client_needs_no_host(service: Serving) -> None:
 # Too slow
 
 
-def test_a_connection_on_which_nothing_comes_is_closed(hasty: Serving) -> None:
+def test_a_connection_on_which_nothing_comes_is_closed(hasty: RunningService) -> None:
     with connected(hasty) as connection:
         assert heard(connection) == b""
     assert serves(hasty)
 
 
 @pytest.mark.parametrize("begun", [b"GET /hea", b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-A: b"])
-def test_a_head_that_stays_incomplete_is_given_up(hasty: Serving, begun: bytes) -> None:
+def test_a_head_that_stays_incomplete_is_given_up(hasty: RunningService, begun: bytes) -> None:
     with connected(hasty) as connection:
         connection.sendall(begun)
         assert heard(connection).startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_head_that_comes_byte_by_byte_is_given_up(hasty: Serving) -> None:
+def test_a_head_that_comes_byte_by_byte_is_given_up(hasty: RunningService) -> None:
     with connected(hasty) as connection:
         connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n")
         assert trickled(connection, b"X-A: b\r\n").startswith(b"HTTP/1.1 408 ")
 
 
-def test_empty_lines_keep_no_connection_open(hasty: Serving) -> None:
+def test_empty_lines_keep_no_connection_open(hasty: RunningService) -> None:
     for before in (b"", head("/healthz", method="GET")):
         with connected(hasty) as connection:
             connection.sendall(before)
@@ -178,7 +170,7 @@ def test_empty_lines_keep_no_connection_open(hasty: Serving) -> None:
             assert answer.startswith(b"HTTP/1.1 200 ") if before else answer == b""
 
 
-def test_a_second_request_on_a_connection_is_given_its_own_time(hasty: Serving) -> None:
+def test_a_second_request_on_a_connection_is_given_its_own_time(hasty: RunningService) -> None:
     """It is sent when a younger connection has already been closed, for no request had come."""
     with connected(hasty) as connection:
         connection.sendall(head("/healthz", method="GET"))
@@ -191,7 +183,7 @@ def test_a_second_request_on_a_connection_is_given_its_own_time(hasty: Serving) 
         assert heard(connection).startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_harness_whose_body_does_not_come_is_told_so_in_its_dialect(hasty: Serving) -> None:
+def test_a_harness_whose_body_does_not_come_is_told_so_in_its_dialect(hasty: RunningService) -> None:
     path, key = opened(hasty)
     for name, shape in ((path, '"code":"request_timeout"'), (path.replace("chat/completions", "messages"), '"type":"error"')):
         with connected(hasty) as connection:
@@ -201,7 +193,7 @@ def test_a_harness_whose_body_does_not_come_is_told_so_in_its_dialect(hasty: Ser
             assert answer.startswith("HTTP/1.1 408 ") and shape in answer
 
 
-def test_a_body_that_comes_byte_by_byte_is_given_up(hasty: Serving) -> None:
+def test_a_body_that_comes_byte_by_byte_is_given_up(hasty: RunningService) -> None:
     path, key = opened(hasty)
     for name, secret in ((path, key), ("/sessions", f"Authorization: Bearer {ADMIN}")):
         with connected(hasty) as connection:
@@ -211,10 +203,9 @@ def test_a_body_that_comes_byte_by_byte_is_given_up(hasty: Serving) -> None:
 
 def test_a_connection_whose_body_is_never_whole_is_cut_whatever_the_application_does(redis_url: str) -> None:
     """The application has its own time first, and then some to answer."""
-    settings = Settings(body_timeout_seconds=7)
-    assert HttpTimeouts.of(settings).body_seconds == 7 + BODY_GRACE_SECONDS
-    hasty = partial(HttpConnection, patience=replace(HttpTimeouts.of(settings), body_seconds=float(SECONDS)))
-    with RunningService(NOWHERE[1], redis_url, protocol=hasty, body_timeout_seconds=600) as service:
+    assert HttpTimeouts().body_seconds == Limits().body_timeout_seconds + BODY_GRACE_SECONDS
+    hasty = partial(HttpConnection, patience=HttpTimeouts(body_seconds=SECONDS))
+    with RunningService(NOWHERE, redis_url, protocol=hasty, body_timeout_seconds=600) as service:
         key = f"Authorization: Bearer {service.session().api_key}"
         for name, secret in (("/v1/chat/completions", key), ("/sessions", f"Authorization: Bearer {ADMIN}")):
             with connected(service) as connection:
@@ -222,7 +213,7 @@ def test_a_connection_whose_body_is_never_whole_is_cut_whatever_the_application_
                 assert trickled(connection, b" ") == b""
 
 
-def test_a_body_is_not_waited_for_when_the_caller_has_no_key(service: Serving) -> None:
+def test_a_body_is_not_waited_for_when_the_caller_has_no_key(service: RunningService) -> None:
     path, _ = opened(service)
     for name in (path, "/sessions", "/batches/lease"):
         with connected(service) as connection:
@@ -242,28 +233,28 @@ def test_a_body_is_not_waited_for_when_the_caller_has_no_key(service: Serving) -
         ["X" * (HEAD_BYTES + 1) + ": a"],
     ],
 )
-def test_a_head_that_is_too_large_is_refused(service: Serving, lines: list[str]) -> None:
+def test_a_head_that_is_too_large_is_refused(service: RunningService, lines: list[str]) -> None:
     with connected(service) as connection:
         connection.sendall(head("/healthz", *lines, method="GET"))
         assert heard(connection).startswith(b"HTTP/1.1 431 ")
     assert serves(service)
 
 
-def test_a_path_that_is_too_long_is_refused(service: Serving) -> None:
+def test_a_path_that_is_too_long_is_refused(service: RunningService) -> None:
     with connected(service) as connection:
         connection.sendall(head("/" + "a" * HEAD_BYTES, method="GET"))
         assert heard(connection).startswith(b"HTTP/1.1 431 ")
 
 
 @pytest.mark.parametrize("begin", [b"GET /", b"GET / HTTP/1.1\r\nX-Endless: ", b"GET / HTTP/1.1\r\nX"])
-def test_an_endless_head_is_cut_off_soon(service: Serving, begin: bytes) -> None:
+def test_an_endless_head_is_cut_off_soon(service: RunningService, begin: bytes) -> None:
     with connected(service) as connection:
         assert endless(connection, begin, b"a" * 65536) < 16 * 2**20
     assert serves(service)
 
 
 @pytest.mark.parametrize("after", [b"0\r\nX-Trailer: ", b"0\r\n", b"1;extension="])
-def test_an_endless_trailer_or_chunk_extension_is_cut_off_soon(service: Serving, after: bytes) -> None:
+def test_an_endless_trailer_or_chunk_extension_is_cut_off_soon(service: RunningService, after: bytes) -> None:
     path, key = opened(service)
     begin = head(path, key, "Transfer-Encoding: chunked") + b"1\r\n{\r\n" + after
     piece = b"X-Many: a\r\n" * 6000 if after == b"0\r\n" else b"a" * 65536
@@ -283,7 +274,7 @@ def endless(connection: socket.socket, begin: bytes, piece: bytes) -> int:
     return sent
 
 
-def test_a_head_of_ordinary_size_with_a_large_body_is_taken(service: Serving) -> None:
+def test_a_head_of_ordinary_size_with_a_large_body_is_taken(service: RunningService) -> None:
     body = json.dumps({"metadata": {"a": "b" * 3_000_000}}).encode()
     lines = [
         f"Authorization: Bearer {ADMIN}",
@@ -295,7 +286,7 @@ def test_a_head_of_ordinary_size_with_a_large_body_is_taken(service: Serving) ->
         assert answered(connection).startswith(b"HTTP/1.1 201 ")
 
 
-def test_requests_that_come_at_once_are_answered_in_turn(service: Serving) -> None:
+def test_requests_that_come_at_once_are_answered_in_turn(service: RunningService) -> None:
     body = json.dumps({"metadata": {"a": "b" * 50_000}}).encode()
     one = head("/sessions", f"Authorization: Bearer {ADMIN}", f"Content-Length: {len(body)}") + body
     last = head("/healthz", "Connection: close", method="GET")
@@ -320,7 +311,7 @@ def test_requests_that_come_at_once_are_answered_in_turn(service: Serving) -> No
         b"GET /healthz HTTP/9.9\r\n\r\n",
     ],
 )
-def test_what_two_servers_could_read_differently_is_refused(service: Serving, request_bytes: bytes) -> None:
+def test_what_two_servers_could_read_differently_is_refused(service: RunningService, request_bytes: bytes) -> None:
     with connected(service) as connection:
         connection.sendall(request_bytes)
         answer = heard(connection)
@@ -328,22 +319,21 @@ def test_what_two_servers_could_read_differently_is_refused(service: Serving, re
     assert serves(service)
 
 
-def test_a_line_break_in_a_path_makes_no_header_and_no_line_of_the_log(service: Serving) -> None:
-    before = len(service.stderr.splitlines())
-    with connected(service) as connection:
+def test_a_line_break_in_a_path_makes_no_header_and_no_line_of_the_log(tmp_path: Path) -> None:
+    with Serving("--engine", NOWHERE, data_dir=tmp_path / "data") as service, connected(service) as connection:
         connection.sendall(
             head("/v1/none%0d%0aSet-Cookie:%20a=b%0a2026-01-01%20ERROR%20forged", "Connection: close", method="GET")
         )
         answer = heard(connection)
     assert answer.startswith(b"HTTP/1.1 404 ") and b"\r\nset-cookie" not in answer.lower()
-    lines = service.stderr.splitlines()[before:]
+    lines = service.stderr.splitlines()
     assert not any(line.startswith("2026-01-01 ERROR forged") for line in lines)
 
 
 # A client that does not listen
 
 
-def test_a_client_that_takes_nothing_of_its_answer_is_cut_off(service: Serving) -> None:
+def test_a_client_that_takes_nothing_of_its_answer_is_cut_off(service: RunningService) -> None:
     for _ in range(3):
         assert service.request("POST", "/sessions", json={"metadata": {"a": "b" * 6_000_000}}).status_code == 201
     with connected(service, receive_bytes=4096) as connection:
@@ -366,9 +356,12 @@ def is_held(connection: socket.socket) -> bool:
     return False
 
 
-def test_limits_of_zero_wait_for_ever(hasty: Serving, tmp_path: Path) -> None:
-    patient = {f"VERBATIM_{name}_TIMEOUT_SECONDS": "0" for name in ("HEADER", "BODY", "WRITE")}
-    with Serving(*NOWHERE, data_dir=tmp_path / "data", **patient) as service, connected(service) as connection:
+def test_limits_of_zero_wait_for_ever(hasty: RunningService, redis_url: str) -> None:
+    patient = partial(HttpConnection, patience=HttpTimeouts(header_seconds=0, body_seconds=0, write_seconds=0))
+    with (
+        RunningService(NOWHERE, redis_url, protocol=patient, body_timeout_seconds=0) as service,
+        connected(service) as connection,
+    ):
         path, key = opened(service)
         for part in (head(path, key, "Content-Length: 2"), b"{}"):
             # For as long as another service waits.

@@ -28,7 +28,7 @@ def scripted_engine() -> Iterator[ScriptedEngine]:
 @pytest.fixture(name="service")
 def running_service(redis_server: RedisServer, engine: ScriptedEngine) -> Iterator[RunningService]:
     redis_server.flushall()
-    with RunningService(engine.url, redis_server.url, engine_api="token", run_label="split") as service:
+    with RunningService(engine.url, redis_server.url, engine_api="token") as service:
         yield service
 
 
@@ -54,7 +54,7 @@ def sampled(service: RunningService, *session_ids: str) -> int:
 
 
 def test_sessions_add_up_per_weight_version_and_label(service: RunningService, engine: ScriptedEngine) -> None:
-    math, code = {"split": "math"}, {"split": "code"}
+    math, code = {"label": "math"}, {"label": "code"}
     first = [play(service, engine, 1, reward, group_id="g", group_size=2, metadata=math) for reward in (0.0, 0.5)]
     second = [play(service, engine, 2, reward, group_id="h", group_size=2, metadata=code) for reward in (1.0, 1.0)]
     lost = play(service, engine, 2, None, metadata=code)
@@ -105,7 +105,7 @@ def test_a_close_that_a_dead_process_left_half_done_counts_once(
         await store.connection.close()
 
     asyncio.run(announce_again())
-    second = RunningService(engine.url, redis_server.url, engine_api="token", run_label="split", session_idle_seconds=1.0)
+    second = RunningService(engine.url, redis_server.url, engine_api="token", session_idle_seconds=1.0)
     with second:
         waiting = "vb:{delivery}:announced"
         wait_until(lambda: redis_server.client().zcard(waiting) == 0, 60, "the announcement is gone")
@@ -136,7 +136,7 @@ def test_staleness_truncation_and_sessions_that_are_not_trained(
 
 
 def test_the_same_as_csv(service: RunningService, engine: ScriptedEngine) -> None:
-    play(service, engine, 7, 0.5, metadata={"split": 'a,"b"'})
+    play(service, engine, 7, 0.5, metadata={"label": 'a,"b"'})
     answer = service.request("GET", "/run", TRAINER, params={"format": "csv", "by_label": True})
     assert answer.headers["content-type"] == "text/csv; charset=utf-8"
     (read,) = csv.DictReader(io.StringIO(answer.text))
@@ -154,8 +154,8 @@ def test_trainers_and_admins_read_it_and_nodes_do_not(service: RunningService) -
 
 def test_metrics_show_the_sums_and_the_last_hour(service: RunningService, engine: ScriptedEngine) -> None:
     for reward in (0.0, 1.0):
-        play(service, engine, 1, reward, group_id="g", group_size=2, metadata={"split": "math"})
-    play(service, engine, 1, None, metadata={"split": "math"})
+        play(service, engine, 1, reward, group_id="g", group_size=2, metadata={"label": "math"})
+    play(service, engine, 1, None, metadata={"label": "math"})
     families = text_string_to_metric_families(service.request("GET", "/metrics").text)
     found = {
         (sample.name, *(value for name, value in sample.labels.items() if name in ("status", "percentile"))): sample.value

@@ -253,7 +253,7 @@ async def test_an_archive_that_cannot_be_written_keeps_everything(
 ) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps({"schema": "of something else"}))
     async with AsyncExitStack() as stack:
-        kept = await keeper(stack, redis_url, tmp_path, retain_check_seconds=0.01)
+        kept = await keeper(stack, redis_url, tmp_path)
         await kept.service.finished("a")
         await kept.ack_all()
         running_on = asyncio.create_task(kept.retention.run())
@@ -323,7 +323,7 @@ async def test_a_round_that_archives_nothing_counts_nothing(redis_url: str, tmp_
 async def test_the_age_of_the_last_look_grows_while_the_archive_cannot_be_written(redis_url: str, tmp_path: Path) -> None:
     age = 'verbatim_sweep_age_seconds{sweep="retention"}'
     async with AsyncExitStack() as stack:
-        kept = await keeper(stack, redis_url, tmp_path, retain_check_seconds=0.01)
+        kept = await keeper(stack, redis_url, tmp_path)
         assert await metric(kept, age) is None, "it has not begun"
         await kept.service.finished("a")
         await kept.ack_all()
@@ -388,7 +388,7 @@ def used_memory(server: RedisServer) -> int:
 
 async def test_a_look_that_failed_is_tried_again(redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with AsyncExitStack() as stack:
-        kept = await keeper(stack, redis_url, tmp_path, retain_check_seconds=0.01)
+        kept = await keeper(stack, redis_url, tmp_path)
         await kept.service.finished("a")
         await kept.ack_all()
         info = await kept.connection.execute("HGET", keys.state("a"), "info")
@@ -407,7 +407,7 @@ async def test_a_look_that_failed_is_tried_again(redis_url: str, tmp_path: Path,
 
 async def test_a_lost_store_is_waited_for(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
-        kept = await keeper(stack, "redis://127.0.0.1:1", tmp_path, retain_check_seconds=0.01)
+        kept = await keeper(stack, "redis://127.0.0.1:1", tmp_path)
         with pytest.raises(StoreUnavailable):
             await kept.retention.run_once()
 
@@ -416,7 +416,6 @@ def test_a_service_with_retention_archives_by_itself(redis_server: RedisServer, 
     variables = {
         "VERBATIM_ARCHIVE_DIR": str(tmp_path / "archive"),
         "VERBATIM_RETAIN_SECONDS": "0.1",
-        "VERBATIM_RETAIN_CHECK_SECONDS": "0.2",
     }
     with (
         ScriptedEngine("qwen3") as engine,

@@ -28,7 +28,7 @@ from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session, wait_until
 
-OWN = partial(HttpConnection, patience=HttpTimeouts.of(Settings()))
+OWN = partial(HttpConnection, patience=HttpTimeouts())
 FEW_BYTES = 4096
 LONG = "hello world " * 600
 """With its logprobs some hundred kilobytes."""
@@ -189,7 +189,7 @@ def test_a_reply_that_is_fetched_once_its_session_is_closed_changes_no_row(redis
 
 
 async def test_a_harness_that_is_given_up_has_not_got_its_answer(redis_server: RedisServer) -> None:
-    impatient = partial(HttpConnection, patience=HttpTimeouts.of(Settings(write_timeout_seconds=0.1)))
+    impatient = partial(HttpConnection, patience=HttpTimeouts(write_seconds=0.1))
     with ExitStack() as harness:
         with serving(redis_server, impatient) as (_, service):
             session = service.session()

@@ -20,7 +20,6 @@ import pytest
 from benchmarks.application import Application, application
 from benchmarks.processes import ADMIN, ROOT
 from cli.serving.connection import HttpConnection, HttpTimeouts
-from proxy.settings import Settings
 from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine
 from tests.support.engine.scripted_images import SEEING, picture, url_of
 from tests.support.service.redis_server import RedisServer
@@ -209,7 +208,7 @@ async def test_a_harness_that_hangs_up_leaves_no_cycle(app: Application, engine:
 @STREAMED
 def test_the_servers_own_connection_leaves_no_cycle(engine: ScriptedEngine, redis_server: RedisServer, stream: bool) -> None:
     redis_server.flushall()
-    own = partial(HttpConnection, patience=HttpTimeouts.of(Settings()))
+    own = partial(HttpConnection, patience=HttpTimeouts())
     with RunningService(engine.url, redis_server.url, protocol=own) as service:
         session = service.session()
         session.ask("q")

@@ -39,7 +39,7 @@ BASE64_OF_URLS = str.maketrans("+/", "-_")
 @pytest.fixture(scope="module")
 def running(redis_server: RedisServer) -> Iterator[Running]:
     redis_server.flushall()
-    bounds = {"max_image_bytes": 20_000, "max_image_pixels": PIXELS, "max_call_images": 6, "max_session_images": 5}
+    bounds: dict[str, Any] = {"images": ImageBounds(20_000, PIXELS, per_call=6, per_session=5)}
     with (
         ScriptedEngine(SEEING, most_images=4) as engine,
         RunningService(engine.url, redis_server.url, engine_api="token", **bounds) as token,
@@ -516,8 +516,8 @@ BAD = {
     "empty": (b"", "cannot be decoded"),
     "no image": (b"hello", "cannot be decoded as PNG, JPEG, WEBP, GIF"),
     "a format that is not taken": (picture("red", format="BMP"), "cannot be decoded"),
-    "a bomb": (bomb(50_000, 50_000), f"50000 x 50000 pixels, of at most {PIXELS} (VERBATIM_MAX_IMAGE_PIXELS)"),
-    "too large": (RED + b"\0" * 20_000, "bytes, of at most 20000 (VERBATIM_MAX_IMAGE_BYTES)"),
+    "a bomb": (bomb(50_000, 50_000), f"50000 x 50000 pixels, of at most {PIXELS}"),
+    "too large": (RED + b"\0" * 20_000, "bytes, of at most 20000"),
 }
 
 
@@ -544,9 +544,9 @@ def test_a_bad_image_is_refused_in_the_dialects_shape_and_nothing_is_kept(
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ([user(*[image(RED)] * 7)], "7 images, of at most 6 (VERBATIM_MAX_CALL_IMAGES)"),
+        ([user(*[image(RED)] * 7)], "7 images, of at most 6"),
         ([user(*[image(RED)] * 5)], "At most 4 image(s) may be provided in one prompt"),
-        ([user(*(image(picture((shade, 0, 0))) for shade in range(6)))], "of at most 5 (VERBATIM_MAX_SESSION_IMAGES)"),
+        ([user(*(image(picture((shade, 0, 0))) for shade in range(6)))], "of at most 5"),
         ([user({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}})], "its image by a URL"),
         ([user({"type": "image_url", "image_url": {"url": "data:image/png;base64,####"}})], "base64 cannot be decoded"),
         ([user({"type": "image_url", "image_url": {"url": "data:image/png"}})], "no comma"),

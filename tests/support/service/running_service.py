@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -16,15 +17,16 @@ from openai import OpenAI
 from pydantic import SecretStr
 
 from proxy.app import Adding, create_app
+from proxy.limits import Limits
 from proxy.settings import Settings
 from tests.support.service.prompt_server import PromptServer
 from tests.support.service.verbatim_process import ADMIN, NODE, TRAINER, wait_until
 
 
 class RunningService:
-    """`create_app(settings, *adding)` on a free port; used in a `with` block. Settings are keyword arguments. `protocol`: uvicorn's for
-    HTTP. `send_bytes`: how much the system takes of an answer before the client does, or as much as it likes. `grace_seconds`: what
-    answers that have no end are given when it ends."""
+    """`create_app(settings, *adding)` on a free port; used in a `with` block. Settings and limits are keyword arguments. `protocol`:
+    uvicorn's for HTTP. `send_bytes`: how much the system takes of an answer before the client does, or as much as it likes.
+    `grace_seconds`: what answers that have no end are given when it ends."""
 
     def __init__(
         self,
@@ -43,6 +45,7 @@ class RunningService:
         tokens = {"admin_token": SecretStr(ADMIN), "trainer_token": SecretStr(TRAINER), "node_token": SecretStr(NODE)}
         # A service serves once it has met its engines, and after a while also without them: on a slow machine too early for a test.
         kept = {**tokens, "drain_seconds": 2.0, "engine_connect_seconds": 60.0, **settings}
+        self.limits = Limits(**{field.name: kept.pop(field.name) for field in fields(Limits) if field.name in kept})
         self.settings = Settings(engine=engines, redis=redis_url, **kept)
         self.url = ""
         self._protocol, self._send_bytes, self._grace_seconds = protocol, send_bytes, grace_seconds
@@ -63,7 +66,7 @@ class RunningService:
         listener.bind(("127.0.0.1", self._port))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         config = uvicorn.Config(
-            create_app(self.settings, *self.adding),
+            create_app(self.settings, *self.adding, limits=self.limits),
             http=self._protocol,
             ws="none",
             lifespan="on",
