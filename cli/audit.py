@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.options import AsJson, ServiceUrl, SessionId
+from cli.options import AsJson, Builder, ServiceUrl, SessionId
 from cli.refusal import CommandError
 from reconstruct.extras import how_to_install
 
@@ -44,7 +44,7 @@ def audit(
             help="Compute every prefix that rows share once. For models whose layers all attend to the whole context.",
         ),
     ] = False,
-    builder: Annotated[str, typer.Option(metavar="NAME", help="merged (one row per branch) or per_call.")] = "merged",
+    builder: Builder = "merged",
     tolerance: Annotated[float, typer.Option(metavar="X", help="The largest accepted difference.")] = TOLERANCE,
     url: ServiceUrl = None,
     as_json: AsJson = False,

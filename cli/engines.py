@@ -48,14 +48,12 @@ def list_(url: ServiceUrl = None, as_json: AsJson = False) -> None:
 @app.command("add")
 def add(
     engine: Annotated[
-        str, typer.Argument(metavar="ENGINE", help="http://HOST:PORT, or dns://NAME:PORT for all its addresses.")
-    ],
-    policy: Annotated[
         str,
-        typer.Option(
-            metavar="NAME", help="The policy it is a replica of. Default: the default policy. NAME=URL works as well."
+        typer.Argument(
+            metavar="[POLICY=]ENGINE",
+            help="http://HOST:PORT, or dns://NAME:PORT for all its addresses. POLICY= makes it a replica of that policy.",
         ),
-    ] = "",
+    ],
     model: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="A model it serves, so that calls for that model wait for this engine. Repeatable."),
@@ -66,11 +64,11 @@ def add(
 
     \b
     verbatim engines add http://10.0.0.7:8000
-    verbatim engines add dns://vllm.default.svc:8000 --policy critic
+    verbatim engines add critic=dns://vllm.default.svc:8000
     """
     from cli.control import CommandClient
 
-    added = CommandClient(url).post("/engines", {"url": engine, "policy": policy} | ({"models": model} if model else {}))
+    added = CommandClient(url).post("/engines", {"url": engine} | ({"models": model} if model else {}))
     typer.echo(f"{added['name']} added to {added['policy'] or 'the default policy'}")
 
 

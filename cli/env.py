@@ -9,13 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from cli.options import NewSessionId, ServiceUrl
+from cli.options import AsJson, NewSessionId, ServiceUrl
 from cli.refusal import CommandError
 from cli.run import HarnessName, ModelName, RunSession, find_model, load_harness, open_session
 from rollout.harnesses.definition import Harness
 from rollout.harnesses.prepared import HarnessError, home_variables
-
-FORMATS = ("shell", "json")
 
 
 def env(
@@ -30,10 +28,8 @@ def env(
             "of the same name are replaced. Default: print the files.",
         ),
     ] = None,
-    output: Annotated[
-        str, typer.Option("--format", metavar="shell|json", help="shell: lines for eval. json: one object.")
-    ] = "shell",
     url: ServiceUrl = None,
+    as_json: AsJson = False,
 ) -> None:
     """Open a session and print a harness's settings for it.
 
@@ -43,15 +39,13 @@ def env(
     \b
     eval "$(verbatim env --harness shell)"; python my_agent.py
     (eval "$(verbatim env --harness codex --home /tmp/h1)"; codex exec "Fix the failing test")
-    verbatim env --harness qwen-code --format json > session.json
+    verbatim env --harness qwen-code --json > session.json
 
     The output contains the session's key. {prompt} marks the place of the task.
     """
     from cli.control import CommandClient
 
     definition = load_harness(harness)
-    if output not in FORMATS:
-        raise CommandError(f"--format {output!r} is invalid: choose one of {', '.join(FORMATS)}", exit_code=2)
     if home is not None and home.resolve() == Path.home().resolve():
         raise CommandError(f"--home {home} is your own home, whose files would be replaced: choose another folder", exit_code=2)
     session = open_session(CommandClient(url), definition, session_id=session_id)
@@ -61,7 +55,7 @@ def env(
         # Also on Ctrl-C: nothing else would close the session.
         session.close("failed", error=f"verbatim env broke off: {error}")
         raise
-    typer.echo(json.dumps(given, indent=2) if output == "json" else render_shell(given, session))
+    typer.echo(json.dumps(given, indent=2) if as_json else render_shell(given, session))
 
 
 def describe(definition: Harness, session: RunSession, model: str | None, home: Path | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.options import ServiceUrl, check_installed
+from cli.options import Builder, OfGroup, ServiceUrl, check_installed
 from cli.refusal import CommandError
 
 if TYPE_CHECKING:
@@ -41,13 +41,13 @@ def export(
         ),
     ] = None,
     until: Annotated[str | None, typer.Option(metavar="WHEN", help="Only sessions closed before then.")] = None,
-    group: Annotated[str | None, typer.Option(metavar="ID", help="Only the sessions of this group.")] = None,
+    group: OfGroup = None,
     task: Annotated[str | None, typer.Option(metavar="ID", help="Only the sessions of this task.")] = None,
     status: Annotated[
         list[str] | None,
         typer.Option(metavar="STATUS", help="Only these: completed, failed, timeout or cancelled. Repeatable."),
     ] = None,
-    builder: Annotated[str, typer.Option(metavar="NAME", help="merged (one row per branch) or per_call.")] = "merged",
+    builder: Builder = "merged",
     pairs: Annotated[
         Path | None,
         typer.Option(

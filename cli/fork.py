@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import typer
 
-from cli.options import ServiceUrl, SessionId
+from cli.options import ServiceUrl, SessionId, Wait
 from cli.refusal import CommandError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def fork(
             "--task", metavar="FILE", help="The session's task, as it was submitted: needed if it uploads files, and has ended."
         ),
     ] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until every fork has ended, then print a table.")] = False,
+    wait: Wait = False,
     url: ServiceUrl = None,
 ) -> None:
     """Run a session's task again from one of its calls, and print the new task's id.

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import typer
 
-from cli.options import SERVICE, AsJson, ServiceUrl
+from cli.options import SERVICE, AsJson, Limit, ServiceUrl
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,7 +18,7 @@ app = typer.Typer(no_args_is_help=True, help=f"List groups, and show why one is 
 @app.command("list")
 def list_(
     search: Annotated[str, typer.Option(metavar="TEXT", help="Only groups whose id contains this.")] = "",
-    limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="How many to list.")] = 50,
+    limit: Limit = 50,
     url: ServiceUrl = None,
     as_json: AsJson = False,
 ) -> None:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from cli.options import ServiceUrl, check_installed
+from cli.options import LogLevel, ServiceUrl, check_installed
 from cli.refusal import CommandError
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def node(
     log_mb: Annotated[
         int, typer.Option(metavar="MB", min=1, help="Logs of ended rollouts beyond this are removed, the oldest first.")
     ] = 8192,
-    log_level: Annotated[str, typer.Option(metavar="debug|info|warning|error", help="The least severe level to log.")] = "info",
+    log_level: LogLevel = "info",
     log_format: Annotated[
         str,
         typer.Option(envvar="VERBATIM_LOG_FORMAT", metavar="human|json", help="Lines for people, or one JSON object per line."),

@@ -15,8 +15,20 @@ from reconstruct.extras import how_to_install
 ServiceUrl = Annotated[
     str | None, typer.Option("--url", metavar="URL", help="The service. Default: VERBATIM_URL, or http://127.0.0.1:8700.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 SessionId = Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.")]
+TaskId = Annotated[str | None, typer.Option("--task-id", metavar="ID", help="The task that the session attempts.")]
+GroupId = Annotated[str | None, typer.Option("--group-id", metavar="ID", help="The group of attempts that a trainer compares.")]
+GroupSize = Annotated[
+    int | None, typer.Option("--group-size", metavar="N", min=1, help="How many sessions complete the group. Needs --group-id.")
+]
+OfGroup = Annotated[str | None, typer.Option("--group", metavar="ID", help="Only the sessions of this group.")]
+Limit = Annotated[int, typer.Option("--limit", metavar="N", min=1, max=1000, help="How many to show, newest first.")]
+Wait = Annotated[bool, typer.Option("--wait", help="Wait until all of them have ended, then print a table.")]
+Builder = Annotated[str, typer.Option("--builder", metavar="NAME", help="merged (one row per branch) or per_call.")]
+LogLevel = Annotated[
+    str, typer.Option("--log-level", metavar="debug|info|warning|error", help="The least severe level to log.")
+]
 NewSessionId = Annotated[str | None, typer.Option("--session-id", metavar="ID", help="The new session's id. Default: random.")]
 
 SERVICE = "Service: --url or VERBATIM_URL; token: VERBATIM_ADMIN_TOKEN, or a file of it in VERBATIM_ADMIN_TOKEN_FILE."

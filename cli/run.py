@@ -19,7 +19,7 @@ from urllib.parse import quote
 import httpx
 import typer
 
-from cli.options import NewSessionId, ServiceUrl
+from cli.options import GroupId, GroupSize, NewSessionId, ServiceUrl, TaskId
 from cli.refusal import CommandError
 from cli.sessions import accounting_line, count_roles
 from cli.stop_signals import StopSignals
@@ -49,11 +49,9 @@ def run(
     model: ModelName = None,
     url: ServiceUrl = None,
     session_id: NewSessionId = None,
-    task_id: Annotated[str | None, typer.Option(metavar="ID", help="The task that this run attempts.")] = None,
-    group_id: Annotated[str | None, typer.Option(metavar="ID", help="The group of attempts that a trainer compares.")] = None,
-    group_size: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="How many sessions complete the group. Needs --group-id.")
-    ] = None,
+    task_id: TaskId = None,
+    group_id: GroupId = None,
+    group_size: GroupSize = None,
     reward: Annotated[
         float | None, typer.Option(metavar="X", help="Close the session with this reward if the run is completed.")
     ] = None,

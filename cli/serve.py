@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 import typer
 from typer.core import TyperCommand
 
+from cli.options import LogLevel
 from cli.refusal import CommandError
 from reconstruct.extras import how_to_install
 
@@ -34,10 +35,7 @@ def serve(
             help="Processes that share the ports and one Redis. One process uses one CPU core; add more when that core is full.",
         ),
     ] = 1,
-    log_level: Annotated[
-        str,
-        typer.Option(metavar="debug|info|warning|error", help="The least severe level to log to stderr."),
-    ] = "info",
+    log_level: LogLevel = "info",
     **flags: Any,
 ) -> None:
     """Serve harnesses and trainers until Ctrl-C or SIGTERM.

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import typer
 
-from cli.options import SERVICE, AsJson, NewSessionId, ServiceUrl, SessionId
+from cli.options import SERVICE, AsJson, GroupId, GroupSize, Limit, NewSessionId, OfGroup, ServiceUrl, SessionId, TaskId
 from cli.refusal import CommandError
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ def list_sessions(
     status: Annotated[
         str | None, typer.Option(metavar="STATUS", help="Only these: open, closing, completed, failed, timeout or cancelled.")
     ] = None,
-    group: Annotated[str | None, typer.Option(metavar="ID", help="Only the sessions of this group.")] = None,
-    limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="How many to list.")] = 50,
+    group: OfGroup = None,
+    limit: Limit = 50,
     url: ServiceUrl = None,
     as_json: AsJson = False,
 ) -> None:
@@ -80,11 +80,9 @@ def show(session_id: SessionId, url: ServiceUrl = None, as_json: AsJson = False)
 @app.command("open", short_help="Open a session for an agent.")
 def open_(
     session_id: NewSessionId = None,
-    task_id: Annotated[str | None, typer.Option(metavar="ID", help="The task that it attempts.")] = None,
-    group_id: Annotated[str | None, typer.Option(metavar="ID", help="The group of attempts that a trainer compares.")] = None,
-    group_size: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="How many sessions complete the group. Needs --group-id.")
-    ] = None,
+    task_id: TaskId = None,
+    group_id: GroupId = None,
+    group_size: GroupSize = None,
     metadata: Annotated[str | None, typer.Option(metavar="JSON", help="An object that is kept with the session.")] = None,
     url: ServiceUrl = None,
     as_json: AsJson = False,
@@ -330,7 +328,7 @@ Reason = Annotated[str | None, typer.Option(metavar="TEXT", help="Only letters w
 @dead_letters.command("list")
 def list_(
     reason: Reason = None,
-    limit: Annotated[int, typer.Option(metavar="N", min=1, help="How many to list.")] = 50,
+    limit: Limit = 50,
     url: ServiceUrl = None,
     as_json: AsJson = False,
 ) -> None:

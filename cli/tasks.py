@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import typer
 
-from cli.options import SERVICE, AsJson, ServiceUrl
+from cli.options import SERVICE, AsJson, Limit, ServiceUrl, Wait
 from cli.refusal import CommandError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ TaskId = Annotated[str, typer.Argument(metavar="TASK", help="The task's id.")]
 @app.command("submit", short_help="Submit tasks from a file.")
 def submit(
     file: Annotated[str, typer.Argument(metavar="FILE", help="One task per line as JSON; - reads standard input.")],
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until every task has ended, then print a table.")] = False,
+    wait: Wait = False,
     url: ServiceUrl = None,
 ) -> None:
     """Submit tasks, and print their ids.
@@ -172,7 +172,7 @@ def list_(
     status: Annotated[
         str | None, typer.Option(metavar="STATUS", help="Only these: queued, running, completed or cancelled.")
     ] = None,
-    limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="How many to list.")] = 50,
+    limit: Limit = 50,
     url: ServiceUrl = None,
     as_json: AsJson = False,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.options import SERVICE, AsJson, ServiceUrl
+from cli.options import SERVICE, AsJson, Limit, ServiceUrl
 from cli.refusal import CommandError
 
 if TYPE_CHECKING:
@@ -72,7 +72,6 @@ def rollback(
     to: Annotated[
         int | None, typer.Argument(metavar="VERSION", min=1, help="The version to roll back to. Default: the one before.")
     ] = None,
-    option: Annotated[int | None, typer.Option("--to", metavar="N", min=1, help="The same as VERSION.")] = None,
     mode: In = Mode.KEEP,
     model: Model = "",
     url: ServiceUrl = None,
@@ -84,11 +83,9 @@ def rollback(
     """
     from cli.control import CommandClient
 
-    if to is not None and option is not None:
-        raise CommandError("the version is given twice, by itself and with --to: leave one out", exit_code=2)
     control = CommandClient(url)
     line = load_model(control, model)
-    earlier = find_earlier(line, to if option is None else option)
+    earlier = find_earlier(line, to)
     version = int(line["current"]["version"]) + 1
     typer.echo(f"version {earlier['version']} ({earlier['path']}) becomes version {version}")
     kind = "lora" if earlier["kind"] == "lora" else "full"
@@ -97,7 +94,7 @@ def rollback(
 
 @app.command("status")
 def status(
-    limit: Annotated[int, typer.Option(metavar="N", min=1, help="How many versions of the history to show, newest first.")] = 5,
+    limit: Limit = 5,
     url: ServiceUrl = None,
     as_json: AsJson = False,
 ) -> None:

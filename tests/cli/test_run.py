@@ -371,7 +371,7 @@ def test_a_harness_is_told_the_engines_window(service: Serving, scratch: Path, m
     done = run(service, "--harness", "tells", *model, VERBATIM_HARNESSES=str(scratch))
     assert (done.returncode, done.stdout) == (0, "8192 6144 2048\n"), done.stderr
     assert "context window" not in done.stderr
-    given = json.loads(verbatim("env", "--harness", "./tells.toml", "--format", "json", *model, **access(service)).stdout)
+    given = json.loads(verbatim("env", "--harness", "./tells.toml", "--json", *model, **access(service)).stdout)
     assert given["env"]["WINDOW"] == "8192"
 
 
@@ -622,7 +622,7 @@ def test_env_without_a_home_prints_the_files(service: Serving) -> None:
 
 
 def test_env_as_json_has_everything(service: Serving) -> None:
-    done = verbatim("env", "--harness", "claude-code", "--format", "json", "--session-id", "as-json", **access(service))
+    done = verbatim("env", "--harness", "claude-code", "--json", "--session-id", "as-json", **access(service))
     given = json.loads(done.stdout)
     assert (given["session_id"], given["model"], given["home"]) == ("as-json", "policy", None)
     assert given["base_urls"]["anthropic"] == given["env"]["ANTHROPIC_BASE_URL"] == f"{service.url}/s/as-json"
@@ -641,7 +641,3 @@ def test_env_that_cannot_write_closes_its_session(service: Serving, scratch: Pat
     args = ("env", "--harness", "codex", "--home", "file", "--session-id", "unwritten")
     assert "--home file" in refused(*args, code=1, **access(service))
     assert service.request("GET", "/sessions/unwritten").json()["status"] == "failed"
-
-
-def test_env_refuses_a_format_it_does_not_know() -> None:
-    assert "--format 'yaml' is invalid" in refused("env", "--harness", "shell", "--format", "yaml", code=2)

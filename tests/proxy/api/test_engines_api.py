@@ -183,11 +183,11 @@ def test_the_command_line_lists_adds_and_removes(engine: ScriptedEngine, redis_u
         assert (removed.returncode, name(engine) in removed.stdout) == (0, True), removed.stderr
         assert "no engine" in refused("engines", "remove", name(engine), **where)
         for given in (f"judge={engine.url}", f"{engine.url}/v1/"):
-            assert verbatim("engines", "add", given, "--policy", "judge", **where).returncode == 0
+            assert verbatim("engines", "add", given, **where).returncode == 0
             again = verbatim("engines", "remove", given, **where)
             assert again.stdout == f"{name(engine)} removed; calls in flight finish on it\n", again.stderr
         assert "not a URL" in refused("engines", "add", "localhost:1", **where)
-        verbatim("engines", "add", "dns://nobody.invalid:1", "--policy", "judge", "--model", "huge", **where)
+        verbatim("engines", "add", "judge=dns://nobody.invalid:1", "--model", "huge", **where)
         assert service.request("GET", "/engines").json()["engines"][1]["models"] == ["huge"]
         assert "dns://nobody.invalid:1: no address is known" in verbatim("engines", "list", **where).stdout
 
