@@ -18,7 +18,7 @@ from cli.run import parse_variables
 from reconstruct.extras import how_to_install
 
 if TYPE_CHECKING:
-    from rollout.task import Task
+    from contract.tasks import Task
 
 NEEDS = ("pydantic", "simpleeval", "yaml")
 
@@ -116,7 +116,7 @@ def _list_sources(
     kind: TaskSet, path: Path, image: str | None, runtime: str, variables: Mapping[str, str]
 ) -> Iterator[tuple[str, Make]]:
     """The name of each task, and what makes it from further fields. Raises `CommandError`."""
-    from rollout.task import HarnessSpec
+    from contract.tasks import HarnessSpec
     from rollout.task_sources import harbor_task, swebench_task, terminal_bench_task
 
     harness = HarnessSpec("shell")  # replaced in the body: a definition of the user's own is passed on as it is

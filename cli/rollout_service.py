@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
+from contract.tasks import Task
 from proxy.app import Addition
 from proxy.call.http import Application
 from proxy.errors import RequestError
@@ -24,7 +25,6 @@ from proxy.tasks.views import render_rollout, render_summary, render_task
 from rollout.evaluators import catalogue as evaluators
 from rollout.harnesses import catalogue as harnesses
 from rollout.runtimes import catalogue as runtimes
-from rollout.task import Task
 from rollout.task_body import BadTask, Known, read_task
 
 KNOWN = Known(runtimes.list_names, runtimes.load, evaluators.list_names, evaluators.load)

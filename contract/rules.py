@@ -6,13 +6,14 @@ its schema, a plain dict.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import msgpack
-from annotated_types import MaxLen, MinLen
+from annotated_types import Gt, MaxLen, MinLen
 
 RULES: dict[str, Any] = {
     "extra": "forbid",
@@ -34,6 +35,11 @@ class Wire:
 def show(example: Any) -> dict[str, Any]:
     """What a class with an example adds to its rules."""
     return {"json_schema_extra": {"example": example}}
+
+
+def spell(**names: str) -> dict[str, Any]:
+    """What a class adds to its rules, some of whose fields have other names in JSON."""
+    return {"alias_generator": lambda name: names.get(name, name)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,61 @@ class Checks:
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
         return {**handler(schema), **dict(self.shown)}
+
+
+@dataclass(frozen=True, slots=True)
+class ChecksJson:
+    """As `Checks`, for JSON alone: what is stored was checked before."""
+
+    check: Callable[[Any], Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
+        def check(given: Any, info: Any) -> Any:
+            return self.check(given) if info.mode == "json" else given
+
+        return {"type": "function-after", "function": {"type": "with-info", "function": check}, "schema": handler(source)}
+
+
+@dataclass(frozen=True, slots=True)
+class Expands:
+    """Reads what `expand` makes of the given value. `shown`: the type that a caller may give, for the JSON schema."""
+
+    expand: Callable[[Any], Any]
+    shown: Any
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
+        return {
+            "type": "function-before",
+            "function": {"type": "no-info", "function": self.expand},
+            "schema": handler(source),
+            "json_schema_input_schema": handler.generate_schema(self.shown),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class InJson:
+    """JSON has the type as the dataclass `body`, whose `value()` is of the type."""
+
+    body: type[Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
+        body = handler.generate_schema(self.body)
+        read = {"type": "no-info", "function": lambda given: given.value()}
+        return {
+            "type": "json-or-python",
+            "json_schema": {"type": "function-after", "function": read, "schema": body},
+            "python_schema": handler(source),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Writes:
+    """Writes the type as `write(value, info)` says."""
+
+    write: Callable[[Any, Any], Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
+        return {**handler(source), "serialization": {"type": "function-plain", "function": self.write, "info_arg": True}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +171,18 @@ def _check_url(url: str) -> str:
     return url
 
 
+def _check_finite(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        json.dumps(given, allow_nan=False)
+    except ValueError as error:
+        raise ValueError("numbers must be finite: JSON has no others, so answers could not be read") from error
+    return given
+
+
 Name = Annotated[str, MinLen(1), MaxLen(256)]
+Seconds = Annotated[float, Gt(0), FINITE]
+Json = Annotated[Mapping[str, Any], ChecksJson(_check_finite)]
+"""An object whose fields only its reader knows."""
 HttpUrl = Annotated[str, Checks(_check_url, (("pattern", "^https?://"),))]
 Metadata = Annotated[Mapping[str, Any], Checks(_check_storable)]
 """Any JSON object whose integers fit into 64 bits."""

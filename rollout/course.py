@@ -7,12 +7,13 @@ import errno
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from contract.attempts import AttemptId, Failure, FailureRecord, Status, Superseded, TakenRollout, Verdict
+from contract.tasks import Task
 from reconstruct.roles import RoleRule, encode_rule
 from rollout.attempts import RETRIED, RolloutFailed, runtime_name
 from rollout.evaluation import Evaluation
@@ -45,7 +46,6 @@ from rollout.steps import (
     install_harness,
     remove,
 )
-from rollout.task import Task
 from rollout.work import WorkUnavailable
 
 log = logging.getLogger(__name__)
@@ -353,22 +353,8 @@ async def open_member(
     return await sessions.create(
         session_id,
         wait=wait,
-        task_id=task.task_id,
-        group_id=task.task_id,
-        group_size=task.num_samples,
-        metadata={**task.metadata, "rollout": index, "harness": task.harness.name},
-        sampling=task.sampling or None,
-        group_policy=task.group.policy,
-        group_minimum=task.group.minimum,
-        zero_variance=task.group.zero_variance,
-        max_quarantined_share=task.group.max_quarantined_share,
-        # Other sessions may not replace failed members.
-        group_replacements=False,
-        echo_policy=task.echo_policy,
-        replay=None if task.fork is None else asdict(task.fork),
-        lookahead=None if task.lookahead is None else asdict(task.lookahead),
         role_rules=[encode_rule(rule) for rule in roles] or None,
-        **task.budgets.of_session,
+        **task.session_fields(index),
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from contract.attempts import AttemptId, Failure
+from contract.tasks import EvaluatorSpec, Task
 from rollout.attempts import RolloutFailed, runtime_name
 from rollout.evaluators import catalogue
 from rollout.evaluators.base import BadReward, Case, EvaluationFailed, EvaluationTimedOut, Run, Score, parse_score
@@ -20,7 +21,6 @@ from rollout.runtimes.files import iterate_entries
 from rollout.sessions import SessionFailed, SessionRefused
 from rollout.stages import within
 from rollout.steps import NodeContext, carry_out, remove
-from rollout.task import EvaluatorSpec, Task
 
 COLLECTED_BYTES = 1 << 30
 NODE_ERRNOS = frozenset(

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from contract.attempts import Failure
+from contract.tasks import Task
 from rollout.attempts import RolloutFailed
-from rollout.task import Task
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from contract.attempts import Failure
+from contract.tasks import Exec, PrepareStep, Task, Upload
 from rollout.attempts import RolloutFailed
 from rollout.harnesses.definition import Harness, find_unserved
 from rollout.harnesses.limits import Limits, UnknownWindows
@@ -23,7 +24,6 @@ from rollout.logs import AttemptLogs
 from rollout.runtimes.base import Executed, Install, Installed, NetworkRefused, ProxyAddress, Runtime, RuntimeKind
 from rollout.sessions import Judge, OpenSession, Sessions
 from rollout.stages import Stages
-from rollout.task import Exec, PrepareStep, Task, Upload
 from rollout.work import Work
 
 log = logging.getLogger(__name__)

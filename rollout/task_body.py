@@ -4,7 +4,7 @@
      "runtime"? ("local" | {"kind": …, "image": …, "cpus": …, …}), "evaluator"? ("pytest" | {"kind": …, "options": …, …}),
      "prepare"? [{"upload": {"path": …, "text" | "base64" | "source": …}} | {"exec": "make" | {"command": …, "retries": …}}], …}
 
-`rollout.task` has the fields, their defaults and their rules. Here a task is also checked against the harnesses, runtimes and
+`contract.tasks` has the fields, their defaults and their rules. Here a task is also checked against the harnesses, runtimes and
 evaluators there are.
 """
 
@@ -19,21 +19,13 @@ from typing import Protocol
 import msgspec
 from pydantic import ValidationError
 
+from contract.tasks import EvaluatorSpec, HarnessSpec, RuntimeSpec, Task
 from rollout.evaluators.base import BadEvaluator
 from rollout.harnesses import catalogue as harnesses
 from rollout.harnesses.definition import check_accepted, parse
 from rollout.harnesses.prepared import BadDefinition, HarnessError, PromptTooLong
 from rollout.runtimes.base import BadRuntime
-from rollout.task import (
-    EvaluatorSpec,
-    HarnessSpec,
-    RuntimeSpec,
-    Task,
-    describe_problems,
-    dump_given,
-    read_json,
-    settle_group,
-)
+from rollout.task import describe_problems, dump_given, read_json
 
 _CANONICAL = msgspec.msgpack.Encoder(order="deterministic")
 
@@ -85,6 +77,13 @@ def read_task(raw: bytes, known: Known) -> tuple[Task, bytes]:
         task = replace(task, evaluator=_settle_runtime(task.evaluator, known))
     # Defaults are left out, so a field that a later build adds changes no digest.
     return task, hashlib.sha256(_CANONICAL.encode(dump_given(given))).digest()
+
+
+def settle_group(task: Task) -> Task:
+    """With an early stop a group is never whole: unless the task says otherwise, the samples it wanted are enough."""
+    if task.usable_samples is None or task.group.group_policy is not None or task.group.group_minimum is not None:
+        return task
+    return replace(task, group=replace(task.group, group_policy="allow_partial", group_minimum=task.usable_samples))
 
 
 def _find_definition_problems(raw: bytes) -> Iterator[str]:

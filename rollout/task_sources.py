@@ -21,8 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from contract.tasks import Budgets, EvaluatorSpec, Exec, HarnessSpec, McpServer, Network, RuntimeSpec, Task
 from rollout.evaluators.swebench import FIELDS
-from rollout.task import Budgets, EvaluatorSpec, Exec, HarnessSpec, McpServer, Network, RuntimeSpec, Task
 
 DEFAULT_AGENT_SECONDS = 1800.0
 DEFAULT_VERIFIER_SECONDS = 600.0

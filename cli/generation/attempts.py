@@ -15,9 +15,9 @@ from simpleeval import EvalWithCompoundTypes, InvalidExpression
 
 from cli.refusal import CommandError
 from cli.run import load_harness
+from contract.tasks import Task
 from rollout.evaluators import catalogue as evaluators
 from rollout.runtimes import catalogue as runtimes
-from rollout.task import Task
 from rollout.task_body import BadTask, Known, read_task
 
 KNOWN = Known(runtimes.list_names, runtimes.load, evaluators.list_names, evaluators.load)

@@ -16,6 +16,7 @@ from cli.generation.attempts import Input
 from cli.generation.folder import GenerationFolder
 from cli.serving.own_service import NODE_NAME
 from contract.attempts import AttemptId
+from contract.tasks import RuntimeSpec, Task
 from rollout.attempts import RolloutFailed, node_prefix, runtime_name
 from rollout.harnesses.catalogue import find_definition
 from rollout.logs import AttemptLogs
@@ -23,7 +24,6 @@ from rollout.runtimes import catalogue
 from rollout.runtimes.base import ProxyAddress, RuntimeFailed
 from rollout.runtimes.settings import read_environment
 from rollout.steps import HarnessRun, install_harness, remove
-from rollout.task import RuntimeSpec, Task
 
 NOWHERE = ProxyAddress("127.0.0.1", 9)
 """No model is called."""

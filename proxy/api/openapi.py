@@ -97,10 +97,18 @@ class Schemas(GenerateJsonSchema):
 
     def dataclass_schema(self, schema: core_schema.DataclassSchema) -> JsonSchemaValue:
         found = super().dataclass_schema(schema)
+        spelt = getattr(schema["cls"], "__pydantic_config__", {}).get("alias_generator", str)
         for base in filter(is_dataclass, schema["cls"].__mro__[1:]):
             for name, described in _describe_fields(base).items():
-                found["properties"][name].setdefault("description", described)
+                found["properties"][spelt(name)].setdefault("description", described)
         return found
+
+    def encode_default(self, dft: Any) -> Any:
+        return (
+            TypeAdapter(type(dft)).dump_python(dft, mode="json", by_alias=True)
+            if is_dataclass(dft)
+            else super().encode_default(dft)
+        )
 
     def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
         return self.generate_inner(schema["schema"]) if self.mode == "serialization" else super().default_schema(schema)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import msgspec
 from pydantic import ValidationError
 
 from contract.attempts import Verdict
 from contract.sessions import NewSession
+from contract.tasks import Task
 from proxy.api import closing
 from proxy.api.requests import describe, read_adapter
 from proxy.api.sessions import open_new
 from proxy.errors import Conflict, NotFound, RequestError
 from proxy.services import Services
 from reconstruct.roles import RoleRule, encode_rule
-from rollout.task import Task
 
 log = logging.getLogger(__name__)
 
@@ -40,23 +40,9 @@ async def open_member(
     """The key of a new session in the task's group, with the `roles` of the harness's definition. Raises as `open_new` does, `Backpressure`
     while new sessions are held back, and RequestError for a task that makes no session."""
     fields = {
+        **task.session_fields(index),
         "session_id": session_id,
-        "task_id": task.task_id,
-        "group_id": task.task_id,
-        "group_size": task.num_samples,
-        "metadata": {**task.metadata, "rollout": index, "harness": task.harness.name},
-        "sampling": task.sampling or None,
-        "group_policy": task.group.policy,
-        "group_minimum": task.group.minimum,
-        "zero_variance": task.group.zero_variance,
-        "max_quarantined_share": task.group.max_quarantined_share,
-        # Other sessions may not replace failed members.
-        "group_replacements": False,
-        "echo_policy": task.echo_policy,
-        "replay": None if task.fork is None else asdict(task.fork),
-        "lookahead": None if task.lookahead is None else asdict(task.lookahead),
         "role_rules": [encode_rule(rule) for rule in roles],
-        **task.budgets.of_session,
     }
     try:
         body: NewSession = read_adapter(NewSession).validate_json(msgspec.json.encode(fields))

@@ -20,6 +20,8 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict
 
 from contract import attempts
+from contract.sessions import ForkRequest
+from contract.tasks import Task
 from proxy.api import forks
 from proxy.api.requests import JsonBody, json_response, require_admin, require_node
 from proxy.errors import NotFound, RequestError, StoreUnavailable
@@ -27,7 +29,6 @@ from proxy.services import Services
 from proxy.store.tasks.tasks import TaskStore
 from proxy.store.tasks.values import Event
 from proxy.tasks.views import render_rollout, render_summary, render_task
-from rollout.task import Fork, Task, TaskBody
 
 log = logging.getLogger(__name__)
 
@@ -207,7 +208,7 @@ def build_task_router(store: TaskStore, read_task: Callable[[bytes], tuple[Task,
         },
         openapi_extra={"requestBody": {"content": {"application/json": {"example": TASK}}}},
     )
-    async def submit_task(raw: bytes = Depends(JsonBody(TaskBody).read_raw)) -> Response:
+    async def submit_task(raw: bytes = Depends(JsonBody(Task).read_raw)) -> Response:
         """Its rollouts wait for nodes. A string for `harness`, `runtime` or `evaluator` stands for an object with that name. Submitting the
         same body under the same `task_id` again is 200 and changes nothing."""
         task, digest = read_task(raw)
@@ -296,7 +297,7 @@ def _queue_as_wire(name: str, waiting: int) -> dict[str, Any]:
     return {**dict(needs), "waiting": waiting}
 
 
-async def check_fork(services: Services, fork: Fork) -> None:
+async def check_fork(services: Services, fork: ForkRequest) -> None:
     """Raises RequestError if no session can be opened that replays so."""
     try:
         await forks.check(services, fork.session_id, fork.until)

@@ -6,8 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 from contract.attempts import RolloutState
+from contract.tasks import OUTLINE, Task
+from proxy.api.requests import read_adapter
 from proxy.store.tasks.values import TaskState
-from rollout.task import dump_outline
 
 
 def render_summary(state: TaskState) -> dict[str, Any]:
@@ -33,6 +34,12 @@ def render_summary(state: TaskState) -> dict[str, Any]:
 def render_task(state: TaskState) -> dict[str, Any]:
     """A task by itself: `task` is the body it was submitted with, defaults filled in, with lengths in place of uploads."""
     return render_summary(state) | {"task": dump_outline(state.task)}
+
+
+def dump_outline(task: Task) -> dict[str, Any]:
+    """The task's JSON body with defaults filled in; of an upload only its length."""
+    body: dict[str, Any] = read_adapter(Task).dump_python(task, mode="json", by_alias=True, context=OUTLINE)
+    return body
 
 
 def render_rollout(state: RolloutState) -> dict[str, Any]:

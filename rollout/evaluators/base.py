@@ -19,8 +19,8 @@ from typing import Annotated, Any, ClassVar, Protocol, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from contract.tasks import EvaluatorSpec, Task
 from rollout.runtimes.base import Logs, Runtime
-from rollout.task import EvaluatorSpec, Task
 
 
 class BadEvaluator(Exception):

@@ -15,6 +15,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from contract.tasks import EvaluatorSpec, Network, Task
 from rollout.evaluators.base import (
     Argv,
     BadEvaluator,
@@ -37,7 +38,6 @@ from rollout.evaluators.base import (
     shorten,
 )
 from rollout.runtimes.base import Executed, Runtime
-from rollout.task import EvaluatorSpec, Network, Task
 
 NOT_RUN = (126, 127)
 SEARCHED_CHARS, LINE_CHARS = 65_536, 4096

@@ -13,6 +13,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
+from contract.tasks import EvaluatorSpec, Network, Task
 from rollout.evaluators.base import (
     BadReward,
     Case,
@@ -43,7 +44,6 @@ from rollout.evaluators.command import (
     score_timeout,
 )
 from rollout.runtimes.base import Executed
-from rollout.task import EvaluatorSpec, Network, Task
 
 SCRIPT = "test.sh"
 

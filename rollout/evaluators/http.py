@@ -18,6 +18,7 @@ import httpx
 from pydantic import AfterValidator, Field
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
+from contract.tasks import EvaluatorSpec, Task
 from rollout.evaluators.base import (
     BadReward,
     Case,
@@ -33,7 +34,6 @@ from rollout.evaluators.base import (
 )
 from rollout.evaluators.collected import BOUND_BYTES
 from rollout.evaluators.command import require_runtime
-from rollout.task import EvaluatorSpec, Task
 
 TOKEN_PREFIX = "VERBATIM_EVALUATOR_"
 """A task may only send variables with this prefix: it must not get at the node's other secrets."""

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
+from contract.tasks import EvaluatorSpec, Task
 from rollout.evaluators.base import (
     Argv,
     BadReward,
@@ -31,7 +32,6 @@ from rollout.evaluators.base import (
 )
 from rollout.evaluators.collected import collect
 from rollout.evaluators.command import describe_end, require_runtime
-from rollout.task import EvaluatorSpec, Task
 
 SHOWN = ("last_message", "output", "diff")
 DIFF = ("sh", "-c", "git add --all --intent-to-add . && git --no-pager diff --no-color --no-ext-diff --no-textconv HEAD")

@@ -16,6 +16,7 @@ from xml.etree.ElementTree import Element, ParseError, TreeBuilder, XMLParser
 
 from pydantic import AfterValidator
 
+from contract.tasks import EvaluatorSpec, Task
 from rollout.evaluators.base import Argv, Case, EvaluationFailed, EvaluationTimedOut, Score, Texts, shorten
 from rollout.evaluators.collected import Collected, collect
 from rollout.evaluators.command import (
@@ -30,7 +31,6 @@ from rollout.evaluators.command import (
     score_timeout,
 )
 from rollout.runtimes.base import Executed
-from rollout.task import EvaluatorSpec, Task
 
 REPORT_BYTES = 64 << 20
 """Of all reports together."""

@@ -15,10 +15,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
+from contract.tasks import EvaluatorSpec, Task
 from rollout.evaluators.base import Case, EvaluationFailed, Options, Score, Text, parse_score
 from rollout.runtimes.base import RuntimeFailed
 from rollout.sessions import SessionFailed
-from rollout.task import EvaluatorSpec, Task
 
 _ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 

@@ -21,10 +21,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from contract.tasks import EvaluatorSpec, Task
 from rollout.evaluators.base import Case, EvaluationFailed, EvaluationTimedOut, Options, Score, Text, shorten
 from rollout.evaluators.command import describe_end, require_runtime
 from rollout.runtimes.base import Executed, Logs
-from rollout.task import EvaluatorSpec, Task
 
 FIELDS = ("instance_id", "image", "repo", "version", "FAIL_TO_PASS", "PASS_TO_PASS", "log_parser", "eval_type", "eval_script")
 START, END = ">>>>> Start Test Output", ">>>>> End Test Output"

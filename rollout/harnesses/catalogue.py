@@ -16,7 +16,7 @@ from rollout.harnesses.prepared import (
 )
 
 if TYPE_CHECKING:
-    from rollout.task import HarnessSpec
+    from contract.tasks import HarnessSpec
 
 BUILT_IN = Path(__file__).with_name("definitions")
 VARIABLE = "VERBATIM_HARNESSES"

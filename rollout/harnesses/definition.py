@@ -9,13 +9,13 @@ from math import inf
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from contract.tasks import MOST_BYTES
 from reconstruct.roles import RoleRule
 from rollout.harnesses.limits import UNKNOWN, Limits
 from rollout.harnesses.mcp import McpForm, parse_form
 from rollout.harnesses.prepared import (
     BASE_URL,
     LIMITS,
-    MOST_BYTES,
     BadDefinition,
     NotTaken,
     OutsideHome,
@@ -32,7 +32,7 @@ from rollout.harnesses.prepared import (
 )
 
 if TYPE_CHECKING:
-    from rollout.task import HarnessSpec, McpServer, Upload
+    from contract.tasks import HarnessSpec, McpServer, Upload
 
 STDIN = ("none", "inherit", "prompt")
 OTHERS_BYTES = 4096

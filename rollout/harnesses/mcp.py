@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.harnesses.prepared import BadDefinition
 
 if TYPE_CHECKING:
-    from rollout.task import McpServer
+    from contract.tasks import McpServer
 
 FORMATS = (".json", ".toml")
 OF_COMMAND, OF_URL = ("{program}", "{arguments}", "{words}", "{env}"), ("{url}",)

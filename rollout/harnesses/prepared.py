@@ -22,9 +22,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-MOST_BYTES = 128 * 1024 - 1
-"""The longest argument or environment variable Linux passes to a command (MAX_ARG_STRLEN), without its closing null byte."""
-
 
 @dataclass(frozen=True, slots=True)
 class SessionAccess:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rollout.task import Network, RuntimeSpec
+from contract.tasks import Network, RuntimeSpec
 
 GRACE_SECONDS = 10.0
 """Between SIGTERM and SIGKILL."""

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from contract.tasks import Network, RuntimeSpec
 from rollout.runtimes.base import DiskFull, Executed, Logs, ProxyAddress, RuntimeFailed
 from rollout.runtimes.command import CannotPass, ExecLimits
 from rollout.runtimes.disk import FILE_TOO_LARGE
 from rollout.runtimes.files import GZIP, GzipSink, check_archive, is_disk_full_message
-from rollout.task import Network, RuntimeSpec
 
 TIMEOUT_SECONDS = 600.0
 """For one file or archive."""

@@ -20,10 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
+from contract.tasks import RuntimeSpec
 from rollout.runtimes.base import Install, Installed, Logs, ProxyAddress, Runtime, RuntimeFailed
 from rollout.runtimes.container.engine import Engine
 from rollout.runtimes.settings import RuntimeSettings
-from rollout.task import RuntimeSpec
 
 log = logging.getLogger(__name__)
 

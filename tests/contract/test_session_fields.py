@@ -22,7 +22,7 @@ SETTINGS = {("proxy/settings.py", "Settings"), ("proxy/store/groups.py", "GroupD
 
 def declarations() -> Iterator[tuple[str, str, str]]:
     """File, class and name of each annotated field of the product."""
-    for package in ("contract", "proxy", "cli", "trainer_client"):
+    for package in ("contract", "proxy", "rollout", "cli", "trainer_client"):
         for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ClassDef):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from contract.tasks import McpServer
 from rollout.harnesses.catalogue import load
-from rollout.task import McpServer
 from tests.harnesses.agent_run import Cli
 from tests.harnesses.player import Step
 from tests.harnesses.stage import Stage

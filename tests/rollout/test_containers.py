@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from contract.tasks import Exec, HarnessSpec, Task, Upload
 from rollout.attempts import node_prefix
-from rollout.task import Exec, HarnessSpec, Task, Upload
 from rollout.task_sources import harbor_task
 from tests import ROOT
 from tests.support.engine.scripted_engine import Say, ScriptedEngine

@@ -22,6 +22,7 @@ import pytest
 
 from contract.attempts import AttemptId, Failure
 from contract.sessions import Unserved
+from contract.tasks import EvaluatorSpec, Exec, HarnessSpec, RuntimeSpec
 from proxy.call.writer import FailureNotes
 from proxy.errors import BudgetExhausted, EngineFailed, StoreUnavailable
 from proxy.store.connection import StoreConnection
@@ -38,7 +39,6 @@ from rollout.runtimes.command_runtime import CommandRuntime
 from rollout.sessions import Judge, NoAnswer, SessionRefused, Sessions
 from rollout.stages import Slots, Stage, within
 from rollout.steps import check_run, remove
-from rollout.task import EvaluatorSpec, Exec, HarnessSpec, RuntimeSpec
 from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine
 from tests.support.runtimes.rollout_nodes import ASK, SECONDS, WatchedNode, World, a_task, unsandboxed
 from tests.support.service.running_service import ADMIN, TRAINER, RunningService

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 from contract.attempts import AttemptId, Failure, RolloutState
+from contract.sessions import ForkRequest, Lookahead
+from contract.tasks import Budgets, EvaluatorSpec, Exec, HarnessSpec, McpServer, RuntimeSpec, Upload
 from proxy.store.connection import StoreConnection
 from rollout import steps
 from rollout.attempts import node_prefix, runtime_name
 from rollout.runtimes.base import RuntimeFailed
 from rollout.runtimes.local.runtime import LocalKind
 from rollout.stages import Slots
-from rollout.task import Budgets, EvaluatorSpec, Exec, Fork, HarnessSpec, Lookahead, McpServer, RuntimeSpec, Upload
 from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine
 from tests.support.machine import unavailable
 from tests.support.runtimes.rollout_nodes import ASK, World, a_task
@@ -76,7 +77,7 @@ async def test_the_forks_of_a_rollout_are_a_group_with_rewards_of_their_own(worl
     async with world.node():
         (state,) = await world.ended(origin)
         assert state.session_id is not None
-        fork = Fork(state.session_id, until=1, on_divergence="fail")
+        fork = ForkRequest(state.session_id, until=1, on_divergence="fail")
         forks = await world.submit(a_task("forks", TWO_TURNS, evaluator=begun, num_samples=3, fork=fork))
         states = await world.ended(forks)
         other = await world.submit(a_task("other", ASK.replace("hello", "other"), max_attempts=1, fork=fork))
@@ -112,7 +113,7 @@ async def test_a_fork_whose_replay_went_on_after_a_failure_is_scored(world: Worl
         (state,) = await world.ended(origin)
         assert state.session_id is not None
         twice = ASK.replace("hello", "other") + ASK
-        (replayed,) = await world.ended(await world.submit(a_task("fork", twice, fork=Fork(state.session_id))))
+        (replayed,) = await world.ended(await world.submit(a_task("fork", twice, fork=ForkRequest(state.session_id))))
     assert (replayed.status, replayed.attempt, replayed.failures) == ("completed", 1, ())
     session = world.service.request("GET", f"/sessions/{replayed.session_id}").json()
     assert session["unserved"]["code"] == "engine_failed"

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from contract.tasks import RuntimeSpec
 from rollout.offer import WorkingKinds
 from rollout.runtimes.base import NoRoom, ProxyAddress, RuntimeFailed
 from rollout.runtimes.local.runtime import LocalKind, LocalRuntime
 from rollout.runtimes.settings import SYSTEM_PATH, RuntimeSettings
-from rollout.task import RuntimeSpec
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.runtimes.rollout_nodes import World, a_task
 

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from contract.attempts import Failure
+from contract.tasks import EvaluatorSpec, Exec, HarnessSpec, RuntimeSpec
 from proxy.store.connection import StoreConnection
 from rollout.runtimes.installs import PREFIX
 from rollout.stages import Slots
-from rollout.task import EvaluatorSpec, Exec, HarnessSpec, RuntimeSpec
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.runtimes.rollout_nodes import ASK, World, a_task, unsandboxed
 from tests.support.service.forked import ForkedVerbatim

@@ -8,10 +8,10 @@ import httpx
 import msgpack
 import pytest
 
+from contract.tasks import HarnessSpec, Task
 from reconstruct.roles import RoleRule
 from rollout.course import open_member
 from rollout.sessions import NoAnswer, NoSession, SessionConflict, SessionFailed, Sessions
-from rollout.task import HarnessSpec, Task
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.service.redis_server import RedisServer

@@ -7,8 +7,8 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contract.tasks import EvaluatorSpec, HarnessSpec, RuntimeSpec, Task
 from rollout.stages import Capacity, Permit, Slots, Stage, Stages
-from rollout.task import EvaluatorSpec, HarnessSpec, RuntimeSpec, Task
 
 
 def task(cpus: float = 1.0, memory_mb: int = 100, *, evaluated: bool = False) -> Task:

@@ -13,10 +13,10 @@ import pytest
 
 from cli.rollout_service import KNOWN
 from contract.attempts import NodeState
+from contract.tasks import Task
 from proxy.store.connection import StoreConnection
 from proxy.store.tasks import keys
 from proxy.store.tasks.tasks import TaskStore, find_lack
-from rollout.task import Task
 from rollout.task_body import read_task
 from tests.support.runtimes.rollout_stores import Stores, sized
 from tests.support.service.redis_server import RedisServer

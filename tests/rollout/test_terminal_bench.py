@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from contract.tasks import HarnessSpec, RuntimeSpec, Task
 from rollout.evaluators.base import Score
 from rollout.evaluators.catalogue import load
-from rollout.task import HarnessSpec, RuntimeSpec, Task
 from rollout.task_sources import BadTaskFolder, terminal_bench_task
 from tests.support.runtimes.evaluations import case_of, check, plain_runtime
 from tests.support.runtimes.plain_runtime import PlainRuntime

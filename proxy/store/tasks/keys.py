@@ -34,8 +34,8 @@ from __future__ import annotations
 import json
 import re
 
+from contract.tasks import Task
 from proxy.store.connection import Script
-from rollout.task import Task
 
 PACKAGE = "proxy.store.tasks"
 BASE = "vb:{rollout}"

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 
 from contract.attempts import ENDED, UNDER_WAY, AttemptId, FailureRecord, NodeState, RolloutState, Status, Verdict
+from contract.tasks import Task
 from proxy.errors import Conflict, NotFound
 from proxy.store.connection import Argument, StoreConnection
 from proxy.store.keys import pack_versioned
 from proxy.store.service import RedisClock
 from proxy.store.tasks import keys
 from proxy.store.tasks.values import Callback, Event, RolloutCounts, TaskState, outline, unpack_checked
-from rollout.task import Task
 
 LOADED_AT_ONCE = 64
 LOOKED_AT = 2048

@@ -16,8 +16,8 @@ from typing import Any, TypeVar, cast
 from pydantic import TypeAdapter, ValidationError
 
 from contract.attempts import Status
+from contract.tasks import EvaluatorSpec, PrepareStep, Task, Upload
 from proxy.store.keys import SCHEMA, StoredValueError, unpack
-from rollout.task import EvaluatorSpec, PrepareStep, Task, Upload
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 
 from contract.attempts import AttemptId, FailureRecord, NodeState, Room, Status, Superseded, TakenRollout, Verdict
+from contract.tasks import Task
 from proxy.store.connection import Argument, StoreConnection
 from proxy.store.keys import pack_versioned
 from proxy.store.service import RedisClock
 from proxy.store.tasks import keys
 from proxy.store.tasks.tasks import REPORTED, parse_hash, parse_rollout
 from proxy.store.tasks.values import unpack_checked
-from rollout.task import Task
 
 BLOCK_SECONDS = 5.0
 SHUN_SECONDS = 30.0

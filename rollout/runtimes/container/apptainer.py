@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from contract.tasks import Network, RuntimeSpec
 from rollout.runtimes.base import Install, Installed, Logs, NetworkRefused, ProxyAddress, RuntimeFailed, describe_os_error
 from rollout.runtimes.container.engine import PULL_SECONDS, Engine
 from rollout.runtimes.container.runtime import INSIDE, ContainerKind, ContainerRuntime
@@ -27,7 +28,6 @@ from rollout.runtimes.local.resources import PIDS
 from rollout.runtimes.passage import render_hosts
 from rollout.runtimes.processes import ContainerProcesses
 from rollout.runtimes.seccomp import render_profile
-from rollout.task import Network, RuntimeSpec
 
 HOME = "/home/agent"
 WRITABLE = ("overlay", "tmpfs")

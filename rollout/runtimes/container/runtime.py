@@ -24,6 +24,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from contract.tasks import Network, RuntimeSpec
 from rollout.runtimes import processes, seccomp
 from rollout.runtimes.base import (
     GRACE_SECONDS,
@@ -49,7 +50,6 @@ from rollout.runtimes.local.resources import PIDS
 from rollout.runtimes.passage import Passage, host_name, map_url
 from rollout.runtimes.processes import MARK, ContainerProcesses
 from rollout.runtimes.settings import RuntimeSettings, read_environment
-from rollout.task import Network, RuntimeSpec
 
 log = logging.getLogger(__name__)
 HOME, WORKDIR = "/root", "/workspace"

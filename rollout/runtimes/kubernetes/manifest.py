@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from contract.tasks import RuntimeSpec
 from rollout.runtimes.command import CannotPass, check_argv, render_exports
 from rollout.runtimes.passage import host_name
 from rollout.runtimes.settings import PodFields
-from rollout.task import RuntimeSpec
 
 INSIDE = "/run/verbatim"
 """A volume of the pod, writable for every user in it."""

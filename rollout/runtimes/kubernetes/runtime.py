@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from contract.tasks import RuntimeSpec
 from rollout.runtimes.base import (
     GRACE_SECONDS,
     BadRuntime,
@@ -38,7 +39,7 @@ from rollout.runtimes.kubernetes.exec import PodCommand
 from rollout.runtimes.kubernetes.manifest import INSIDE, PodSettings
 from rollout.runtimes.kubernetes.network import Isolation, resolve_proxy
 from rollout.runtimes.settings import PodFields, RuntimeSettings, read_environment
-from rollout.task import RuntimeSpec, describe_problems
+from rollout.task import describe_problems
 
 WORKDIR = "/workspace"
 """The default, if the image's user may create it."""

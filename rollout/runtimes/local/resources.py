@@ -20,8 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from contract.tasks import RuntimeSpec
 from rollout.runtimes import processes
-from rollout.task import RuntimeSpec
 
 WATCH_SECONDS = 0.25
 PIDS = 4096

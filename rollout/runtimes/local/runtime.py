@@ -17,6 +17,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+from contract.tasks import RuntimeSpec
 from rollout.runtimes import installs, passage, processes, seccomp
 from rollout.runtimes.base import (
     GRACE_SECONDS,
@@ -40,7 +41,6 @@ from rollout.runtimes.local import resources
 from rollout.runtimes.local.sandbox import OWN, SYSTEM, USER, View, bind_system, find_private, start_sandboxed, start_supervised
 from rollout.runtimes.local.supervisor import MARK
 from rollout.runtimes.settings import RuntimeSettings, read_environment
-from rollout.task import RuntimeSpec
 
 HOME, WORKDIR = "/home/agent", "/workspace"
 """In a sandbox."""

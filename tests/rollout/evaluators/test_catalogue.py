@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.attempts import AttemptId, Failure, Verdict
+from contract.tasks import EvaluatorSpec
 from proxy.store.keys import pack_versioned
 from proxy.store.tasks.values import unpack_checked
 from rollout.attempts import RolloutFailed
@@ -22,7 +23,6 @@ from rollout.evaluation import Evaluation
 from rollout.evaluators import catalogue
 from rollout.evaluators.base import BadEvaluator, BadReward, EvaluationFailed, Score, parse_reward, parse_score, shorten
 from rollout.logs import AttemptLogs
-from rollout.task import EvaluatorSpec
 from tests.support.distributions import Distributions
 from tests.support.runtimes.evaluations import RUN, TASK, check, evaluated, nobody_asks
 from tests.support.runtimes.plain_runtime import PlainRuntime

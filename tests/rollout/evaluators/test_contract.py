@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from contract.tasks import EvaluatorSpec, HarnessSpec
 from rollout.evaluators.base import BadEvaluator, BadReward, Case, EvaluationFailed
 from rollout.evaluators.catalogue import list_names, load
 from rollout.runtimes.base import Executed, RuntimeFailed
-from rollout.task import EvaluatorSpec, HarnessSpec
 from rollout.task_sources import swebench_task
 from tests import ROOT
 from tests.support.runtimes.evaluations import TASK, case_of, check

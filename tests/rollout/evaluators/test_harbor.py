@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from contract.tasks import Budgets, Exec, HarnessSpec, McpServer, RuntimeSpec, Task
 from rollout.evaluators.base import BadEvaluator, BadReward, EvaluationFailed, EvaluationTimedOut, Score
 from rollout.evaluators.catalogue import load
 from rollout.runtimes.base import Executed
-from rollout.task import Budgets, Exec, HarnessSpec, McpServer, RuntimeSpec, Task
 from rollout.task_sources import BadTaskFolder, harbor_task
 from tests import ROOT
 from tests.support.runtimes.evaluations import case_of, check, plain_runtime

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
+from contract.tasks import HarnessSpec, RuntimeSpec
 from rollout.evaluators import swebench
 from rollout.evaluators.base import BadEvaluator, EvaluationFailed, EvaluationTimedOut, Score
 from rollout.evaluators.catalogue import load
 from rollout.runtimes.base import Executed
-from rollout.task import HarnessSpec, RuntimeSpec
 from rollout.task_sources import REPOSITORY, RESULT, BadInstance, swebench_task
 from tests import ROOT
 from tests.support.runtimes.evaluations import TASK, case_of, check, plain_runtime

@@ -14,6 +14,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contract.tasks import HarnessSpec, McpServer, Upload
 from reconstruct.records import DECLARED, INFERRED
 from reconstruct.roles import Marks, Purpose, RoleRule, encode_rule, find_purpose
 from rollout.harnesses.catalogue import BUILT_IN, VARIABLE, load, names
@@ -37,7 +38,6 @@ from rollout.harnesses.prepared import (
     fill_file,
     is_withheld,
 )
-from rollout.task import HarnessSpec, McpServer, Upload
 from tests import ROOT
 from tests.deploy.test_packaging import MODEL_LIBRARIES, SERVICE_LIBRARIES, import_in_a_fresh_process, modules_of
 from tests.support.service.verbatim_process import verbatim

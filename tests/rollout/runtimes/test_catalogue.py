@@ -8,10 +8,10 @@ import pytest
 
 from cli.node import find_kinds
 from cli.refusal import CommandError
+from contract.tasks import RuntimeSpec
 from rollout.runtimes import catalogue
 from rollout.runtimes.base import BadRuntime, ProxyAddress
 from rollout.runtimes.settings import RuntimeSettings
-from rollout.task import RuntimeSpec
 from tests.support.distributions import Distributions
 from tests.support.runtimes.runtime_places import shell
 

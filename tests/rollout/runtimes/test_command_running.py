@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from contract.tasks import RuntimeSpec
 from rollout.runtimes import processes
 from rollout.runtimes.command import ExecLimits, finish_process, start_process
 from rollout.runtimes.local.resources import Resources
 from rollout.runtimes.processes import ContainerProcesses
-from rollout.task import RuntimeSpec
 from tests.support.machine import require
 from tests.support.runtimes.runtime_places import SECONDS, shell, unconfined
 

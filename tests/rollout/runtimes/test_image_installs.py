@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from contract.tasks import RuntimeSpec
 from rollout.runtimes.base import Install, Installed, Logs, ProxyAddress, Runtime, RuntimeFailed
 from rollout.runtimes.installs import REPOSITORY, ImageInstalls, Uses
-from rollout.task import RuntimeSpec
 from tests.support.runtimes.plain_runtime import PlainRuntime
 
 PROXY, SPEC = ProxyAddress("127.0.0.1", 9), RuntimeSpec("docker", image="judge")

@@ -10,11 +10,11 @@ from uuid import uuid4
 
 import pytest
 
+from contract.tasks import RuntimeSpec
 from rollout.runtimes.base import BadRuntime, Install, Installed, Logs, ProxyAddress, RuntimeFailed
 from rollout.runtimes.installs import OPTION, PREFIX
 from rollout.runtimes.local.runtime import LocalKind
 from rollout.runtimes.settings import SYSTEM_PATH, RuntimeSettings
-from rollout.task import RuntimeSpec
 from tests.support.machine import unavailable
 
 MARK = uuid4().hex[:8]

@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from contract.tasks import RuntimeSpec
 from rollout.runtimes.container.apptainer import ApptainerKind
 from rollout.runtimes.settings import RuntimeSettings
-from rollout.task import RuntimeSpec
 from tests import ROOT
 from tests.support.machine import require, unavailable
 from tests.support.runtimes.container_image import debian

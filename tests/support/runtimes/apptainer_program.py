@@ -72,8 +72,8 @@ def fatal(message: str) -> int:
 
 
 async def started(state: Path, told: argparse.Namespace) -> int:
+    from contract.tasks import RuntimeSpec
     from rollout.runtimes.local.resources import Resources, find_hierarchies
-    from rollout.task import RuntimeSpec
     from tests.support.runtimes.bwrap_container import Container
 
     calls = _find_filter(told.security)

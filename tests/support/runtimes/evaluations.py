@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from contract.tasks import EvaluatorSpec, HarnessSpec, Task
 from rollout.evaluators.base import Ask, Case, Run, Score
 from rollout.evaluators.catalogue import load
 from rollout.runtimes.base import Logs, Runtime
-from rollout.task import EvaluatorSpec, HarnessSpec, Task
 from tests.support.runtimes.plain_runtime import PlainRuntime
 
 RUN = Run("t1.0.1", exit_code=0, timed_out=False, stdout=b"Done.\n", stderr=b"", calls=())

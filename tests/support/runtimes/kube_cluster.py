@@ -17,9 +17,9 @@ from typing import Any
 
 import httpx
 
+from contract.tasks import RuntimeSpec
 from rollout.runtimes.kubernetes.runtime import KubernetesKind
 from rollout.runtimes.settings import RuntimeSettings
-from rollout.task import RuntimeSpec
 from tests import ROOT
 from tests.support.machine import unavailable
 from tests.support.runtimes.bwrap_container import LACKING

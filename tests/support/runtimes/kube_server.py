@@ -21,9 +21,9 @@ from typing import Any
 
 from aiohttp import WSMsgType, web
 
+from contract.tasks import RuntimeSpec
 from rollout.runtimes import seccomp
 from rollout.runtimes.local.resources import Resources, find_hierarchies
-from rollout.task import RuntimeSpec
 from tests.support.runtimes.bwrap_container import Container
 from tests.support.runtimes.bwrap_words import filtered, view
 

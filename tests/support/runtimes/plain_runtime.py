@@ -12,9 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from contract.tasks import Network
 from rollout.runtimes import command
 from rollout.runtimes.base import KEPT_BYTES, Executed, Logs, RuntimeFailed
-from rollout.task import Network
 
 
 class PlainRuntime:

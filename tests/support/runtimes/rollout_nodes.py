@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from cli.stored_work import StoredWork
 from contract.attempts import ENDED, AttemptId, RolloutState
+from contract.tasks import Budgets, EvaluatorSpec, HarnessSpec, RuntimeSpec, Task
 from proxy.store.connection import StoreConnection
 from proxy.store.tasks import keys
 from proxy.store.tasks.tasks import TaskStore
@@ -26,7 +27,6 @@ from rollout.runtimes.settings import SYSTEM_PATH, RuntimeSettings
 from rollout.sessions import Judge, Sessions
 from rollout.stages import Capacity, Slots, Stages
 from rollout.steps import HarnessRun, NodeContext
-from rollout.task import Budgets, EvaluatorSpec, HarnessSpec, RuntimeSpec, Task
 from tests.support.service.running_service import ADMIN, RunningService
 
 SECONDS = 120.0

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from contract.attempts import AttemptId, NodeState, RolloutState, Room, TakenRollout, Verdict
+from contract.tasks import HarnessSpec, RuntimeSpec, Task
 from proxy.store.connection import StoreConnection
 from proxy.store.tasks import keys
 from proxy.store.tasks.tasks import TaskStore, parse_event
 from proxy.store.tasks.work import WorkStore
-from rollout.task import HarnessSpec, RuntimeSpec, Task
 from tests.support.service.redis_server import RedisKind
 
 LEASE = 30.0

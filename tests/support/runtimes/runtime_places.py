@@ -13,12 +13,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from contract.tasks import RuntimeSpec
 from rollout.runtimes.base import Executed, ProxyAddress, Runtime, RuntimeKind
 from rollout.runtimes.container.runtime import ContainerKind
 from rollout.runtimes.local.runtime import LocalKind
 from rollout.runtimes.local.sandbox import bind_system
 from rollout.runtimes.settings import RuntimeSettings
-from rollout.task import RuntimeSpec
 from tests.support.machine import unavailable
 
 NOWHERE = ProxyAddress("192.0.2.9", 9)

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 
 from cli.rollout_service import add_rollouts
+from contract.tasks import EvaluatorSpec, RuntimeSpec, Task
 from rollout.evaluators.base import BadEvaluator
 from rollout.runtimes.base import BadRuntime
-from rollout.task import EvaluatorSpec, RuntimeSpec, Task
 from rollout.task_body import Known
 from tests.support.service.running_service import ADMIN, RunningService
 

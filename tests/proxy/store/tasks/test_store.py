@@ -11,9 +11,9 @@ import time
 import pytest
 
 from contract.attempts import AttemptId, Failure, FailureRecord, Room, Superseded, TakenRollout, Verdict
+from contract.tasks import EvaluatorSpec, Exec, HarnessSpec, Upload
 from proxy.errors import Conflict, NotFound
 from proxy.store.tasks import keys
-from rollout.task import EvaluatorSpec, Exec, HarnessSpec, Upload
 from tests.support.runtimes.rollout_stores import ROOM, WELL, Node, Stores, a_task, sized
 
 RAN_OUT = 0.001

@@ -12,12 +12,12 @@ import pytest
 import pytest_asyncio
 
 from contract.attempts import Failure
+from contract.tasks import RuntimeSpec
 from rollout.attempts import RolloutFailed
 from rollout.runtimes import disk
 from rollout.runtimes.base import BadRuntime, Logs, ProxyAddress, Runtime, RuntimeFailed
 from rollout.runtimes.container.apptainer import ApptainerKind
 from rollout.runtimes.settings import RuntimeSettings, read_environment
-from rollout.task import RuntimeSpec
 from tests.support.runtimes.apptainer_command import calls, in_instances
 from tests.support.runtimes.rollout_nodes import install_what_lacks
 from tests.support.runtimes.runtime_places import NOWHERE, SECONDS, Place, out, python, shell

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from contract.tasks import RuntimeSpec
 from rollout.runtimes.base import BadRuntime, Install, Logs, Runtime, RuntimeFailed
 from rollout.runtimes.container.runtime import LABEL, ROOTS, ContainerKind, ContainerRuntime, Engine
 from rollout.runtimes.local.resources import PIDS
 from rollout.runtimes.settings import read_environment
-from rollout.task import RuntimeSpec
 from tests.support.runtimes.runtime_places import NOWHERE, Place, answering, contained, out, python, shell
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -16,6 +16,7 @@ from kubernetes_validate.utils import schema_contents
 from referencing import Registry, Resource
 
 from contract.attempts import Failure
+from contract.tasks import RuntimeSpec
 from rollout.attempts import RolloutFailed
 from rollout.runtimes.base import BadRuntime, DiskFull, Logs, NoRoom, ProxyAddress, RuntimeFailed
 from rollout.runtimes.kubernetes import cluster as module
@@ -24,7 +25,6 @@ from rollout.runtimes.kubernetes.cluster import load_cluster
 from rollout.runtimes.kubernetes.exec import parse_exit_code
 from rollout.runtimes.kubernetes.manifest import Owner, PodSettings, ResolvedProxy, make_labels, make_manifest
 from rollout.runtimes.settings import PodFields, RuntimeSettings, read_environment
-from rollout.task import RuntimeSpec
 from tests.support.runtimes.kube_cluster import TestCluster, cluster, in_pods, kubeconfig
 from tests.support.runtimes.rollout_nodes import install_what_lacks
 from tests.support.runtimes.runtime_places import NOWHERE, out, shell

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from contract.tasks import RuntimeSpec
 from rollout.runtimes import catalogue, passage, processes
 from rollout.runtimes.base import BadRuntime, DiskFull, RuntimeFailed
 from rollout.runtimes.container.apptainer import ApptainerKind
@@ -21,7 +22,6 @@ from rollout.runtimes.container.runtime import ContainerKind
 from rollout.runtimes.local import resources
 from rollout.runtimes.local.runtime import LocalKind
 from rollout.runtimes.settings import RuntimeSettings, read_environment
-from rollout.task import RuntimeSpec
 from tests.support.machine import unavailable
 from tests.support.runtimes.runtime_places import NOWHERE, answering, out, python, sandboxed, shell, unconfined
 

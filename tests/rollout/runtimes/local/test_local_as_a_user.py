@@ -13,7 +13,7 @@ PROGRAM = """
 import asyncio, os
 from rollout.runtimes.base import ProxyAddress
 from rollout.runtimes.local.runtime import LocalKind
-from rollout.task import RuntimeSpec
+from contract.tasks import RuntimeSpec
 
 async def said(reader, writer):
     writer.write(b"the proxy heard " + await reader.readline())
