@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from contract.plugins import UnknownPlugin
+from contract.sessions import EchoPolicy, Role
 from proxy.addresses import AllowList
 from proxy.auth import Role as TokenRole
 from proxy.auth import check_token, is_loopback, token_in, tokens_in
@@ -27,7 +28,6 @@ from proxy.engine.wire.tls import build_client_tls
 from reconstruct.extras import how_to_install
 from reconstruct.roles import RoleRule
 
-Role = Literal["main", "subagent", "compaction", "side"]
 LogprobMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 TrainedMode = Literal["raw", "processed", "masked", "unknown"]
 
@@ -233,7 +233,7 @@ class Settings(BaseSettings):
     thinking: Annotated[Literal["template", "retain"], Flag()] = "template"
     """What to do when the chat template drops earlier thinking at a new user turn. template: branch, and train on what the deployed model
     would see. retain: keep the sampled tokens in context."""
-    echo_policy: Literal["strict", "minted"] = "strict"
+    echo_policy: EchoPolicy = "strict"
     """What to do when a harness replays a reply with an edit: branch there (strict), or continue from the sampled tokens if an id minted
     into the reply proves which one is meant, and record the edit as the call's projection (minted). A session may override it."""
     volatile_lines: list[Expression] = Field(default_factory=lambda: [r"^x-anthropic-billing-header:.*$"])

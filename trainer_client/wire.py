@@ -18,6 +18,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+from contract.batches import LeasedSession
 from reconstruct.details import of_one_shape
 from reconstruct.media import Media
 from reconstruct.records import INFERRED, LOGPROB_MODES, ModeSpan, Span, pack_ids, pack_logprobs
@@ -36,20 +37,6 @@ _DETAILS = {
 }
 """The dtype and the number of dimensions."""
 _INT32_MAX = 2**31 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class LeasedSession:
-    """The accounting of a whole session, whichever of its rows were leased: see `reconstruct.trajectory.Accounting`."""
-
-    session_id: str
-    sampled_tokens: int
-    exported_tokens: int
-    quarantined: tuple[Quarantined, ...]
-    dangling_calls: int
-    complete: bool
-    replayed_tokens: int = 0
-    """Of a fork: tokens of its rows' prompts that other sessions sampled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Path, Request, Response
 from pydantic import Field
 
+from contract.batches import LeasedSession
+from contract.sessions import Role
 from proxy.api.admission import DEFAULT_POLICY, load_current_versions
-from proxy.api.calls import ACCOUNTING, ROW, AccountingView, TrajectoryView
+from proxy.api.calls import ACCOUNTING, ROW, TrajectoryView
 from proxy.api.closing import group_name
 from proxy.api.dead_letters import DeadLetterShape, letter_as_wire
 from proxy.api.leased_rows import BatchResponse, EncodedBatch, RowTerms, encode_groups, give_back
@@ -29,7 +31,7 @@ from proxy.api.requests import (
 from proxy.errors import NotFound, VerbatimError
 from proxy.rows import find_builder
 from proxy.services import Services
-from proxy.settings import Role, TrainedMode
+from proxy.settings import TrainedMode
 from proxy.store.delivery import LeaseQuery
 from proxy.store.groups import Nothing, PolicyLine
 
@@ -80,12 +82,6 @@ class LeaseRequest(
 class ExtendRequest(Body, json_schema_extra={"example": {"lease_seconds": 600}}):
     lease_seconds: LeaseSeconds | None = None
     """Counted from now. Default: the service's setting."""
-
-
-class LeasedSession(AccountingView):
-    """The accounting of everything sampled in a session, delivered or not."""
-
-    session_id: str
 
 
 class LeasedGroupShape(Body):

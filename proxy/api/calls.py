@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import Field
 
+from contract.batches import AccountingView
+from contract.sessions import Role
 from proxy import rows
 from proxy.api.closing import CLOSED, load_session
 from proxy.api.requests import (
@@ -25,7 +27,6 @@ from proxy.api.requests import (
     require_node,
 )
 from proxy.rows import CallsCursor
-from proxy.settings import Role
 from reconstruct.trajectory import encode_accounting, encode_row
 
 router = APIRouter(prefix="/sessions/{session_id}", tags=["sessions"], default_response_class=Response)
@@ -153,27 +154,6 @@ class TrajectoryView(Body):
     top_logprobs: list[Any] | None = None
     prompt_logprobs: list[float | None] | None = None
     routed_experts: list[Any] | None = None
-
-
-class QuarantinedView(Body):
-    call_id: str
-    tokens: int
-    reason: str
-
-
-class AccountingView(Body):
-    """sampled_tokens = exported_tokens + quarantined tokens"""
-
-    sampled_tokens: int
-    exported_tokens: int
-    quarantined: list[QuarantinedView]
-    dangling_calls: int
-    """Calls whose process died while the engine was sampling."""
-    complete: bool
-    """No call is dangling or damaged, and no call that the outcome depends on is quarantined; roles and models that are not trained do
-    not count."""
-    replayed_tokens: int
-    """Of a fork: tokens of replayed calls, which other sessions sampled and account for."""
 
 
 ROW: dict[str, Any] = json.loads("""
