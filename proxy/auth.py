@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 from proxy.errors import Forbidden, RequestError, Unauthorized
 
 if TYPE_CHECKING:
-    from proxy.settings import GivenToken
+    from pydantic import SecretStr
 
 SESSION_KEY = re.compile(r"vb-[0-9a-f]{40}-([A-Za-z0-9._-]{1,128})\Z")
 
@@ -109,10 +109,20 @@ def mint_token() -> str:
     return secrets.token_urlsafe(32)
 
 
+class TokenSource(Protocol):
+    """A token by itself, in a file, or both: `proxy.settings.GivenToken`."""
+
+    @property
+    def token(self) -> SecretStr | None: ...
+
+    @property
+    def file(self) -> Path | None: ...
+
+
 class Tokens:
     """Every token that is valid now, by its sha256."""
 
-    def __init__(self, given: Mapping[Role, GivenToken], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, given: Mapping[Role, TokenSource], clock: Callable[[], float] = time.monotonic) -> None:
         self._given = [(role, hash_key(each.token.get_secret_value())) for role, each in given.items() if each.token]
         self._files = [(role, TokenFile(each.file, clock)) for role, each in given.items() if each.file is not None]
 
