@@ -17,7 +17,7 @@ from proxy.store.states import SessionState
 from proxy.ui.conversation import ShownMessage, list_messages, name_tool_calls, show_message
 from proxy.ui.pictures import Rewards
 from proxy.ui.rendering import page
-from proxy.ui.session_view import SessionView, summarize
+from proxy.ui.session_view import ShownSession, summarize
 from proxy.ui.shown import Shown, Ui
 from reconstruct.messages import canonical_json
 from reconstruct.records import Call, shared_length
@@ -115,11 +115,11 @@ def choose_sides(one: str, other: str, members: Sequence[SessionState]) -> tuple
     return distinct[0], distinct[1]
 
 
-def _side(view: SessionView, last: Call | None) -> dict[str, Any]:
+def _side(view: ShownSession, last: Call | None) -> dict[str, Any]:
     return {"view": view, "state": view.state, "total": summarize(view), "call_id": last.call_id if last else None}
 
 
-def compare(left: SessionView, right: SessionView, start: int | None = None) -> Comparison:
+def compare(left: ShownSession, right: ShownSession, start: int | None = None) -> Comparison:
     """From `start` on; None: from the first message that differs."""
     one, other = find_last_call(left), find_last_call(right)
     first, second = (list_messages(call, view.forest) if call else [] for view, call in ((left, one), (right, other)))
@@ -133,7 +133,7 @@ def compare(left: SessionView, right: SessionView, start: int | None = None) -> 
     return Comparison(one, other, pairs, at, len(equal), same, tokens)
 
 
-def find_last_call(view: SessionView) -> Call | None:
+def find_last_call(view: ShownSession) -> Call | None:
     """The end of the session's longest branch of the role main, or of any role if there is none."""
     calls = [call for call in view.summaries if call.in_tree]
     calls = [call for call in calls if call.role == "main"] or calls

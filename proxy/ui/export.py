@@ -21,13 +21,13 @@ from proxy.images import SCHEME, data_url
 from proxy.ui.conversation import UNCUT
 from proxy.ui.pictures import draw_tree
 from proxy.ui.rendering import SCRIPTS, static, templates
-from proxy.ui.session_view import SessionView, describe_call, show_turn, summarize
+from proxy.ui.session_view import ShownSession, describe_call, show_turn, summarize
 from proxy.ui.tokens import TokenTexts, choose_kind, find_version_runs
 from reconstruct.records import Call, Ids
 from reconstruct.trajectory import Trajectory
 
 
-async def export_page(view: SessionView, texts: TokenTexts, log: str = "", images: Mapping[str, bytes] | None = None) -> bytes:
+async def export_page(view: ShownSession, texts: TokenTexts, log: str = "", images: Mapping[str, bytes] | None = None) -> bytes:
     """`log` is the end of the agent's output; `images` are the session's, by digest."""
     calls = [view.find_call(summary.call_id) for summary in view.summaries]
     await _prefetch_texts(texts, calls)
@@ -44,7 +44,7 @@ async def export_page(view: SessionView, texts: TokenTexts, log: str = "", image
 
 
 def _render(
-    view: SessionView, places: Mapping[str, int], tokens: dict[str, Any], log: str, images: Mapping[str, bytes]
+    view: ShownSession, places: Mapping[str, int], tokens: dict[str, Any], log: str, images: Mapping[str, bytes]
 ) -> bytes:
     css, scripts = static("app.css"), {name: static(name) for name in SCRIPTS}
     policy = (
@@ -96,7 +96,7 @@ def _own_ids(call: Call) -> Ids:
 
 
 def _pack_call(
-    view: SessionView, call: Call, places: Mapping[str, int], texts: Sequence[str | None], table: dict[str, int]
+    view: ShownSession, call: Call, places: Mapping[str, int], texts: Sequence[str | None], table: dict[str, int]
 ) -> dict[str, Any]:
     """The call's own tokens, and the position of the call whose first tokens precede them. Texts are numbered in `table`."""
     node = call.node

@@ -17,7 +17,7 @@ from proxy.ui.conversation import ShownCall, Thread
 from proxy.ui.listing import STATUSES, SessionFilter, session_page
 from proxy.ui.pictures import Rewards, draw_tree
 from proxy.ui.rendering import page
-from proxy.ui.session_view import ONLY, CallFilter, SessionView, describe_call, show_turn, summarize
+from proxy.ui.session_view import ONLY, CallFilter, ShownSession, describe_call, show_turn, summarize
 from proxy.ui.shown import Shown, Ui
 
 TURNS_ON_A_PAGE = 30
@@ -183,7 +183,7 @@ async def call_details(request: Request, ui: Shown, session_id: str, call_id: st
     return await page(request, "call.html", state=view.state, **await asyncio.to_thread(describe_call, view, call_id))
 
 
-def cut_part(view: SessionView, wanted: CallFilter, start: int, at: str, thread_id: str) -> ConversationPage:
+def cut_part(view: ShownSession, wanted: CallFilter, start: int, at: str, thread_id: str) -> ConversationPage:
     """Raises NotFound for an unknown call or thread."""
     conversation, thread = view.conversation, None
     if at or thread_id:

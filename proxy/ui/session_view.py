@@ -1,4 +1,4 @@
-"""SessionView: a session as its pages show it, with rows built as the API builds them; cached until the session changes."""
+"""ShownSession: a session as its pages show it, with rows built as the API builds them; cached until the session changes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _decode = msgspec.json.decode
 
 
 @dataclass(frozen=True)
-class SessionView:
+class ShownSession:
     """A session at one moment. `in_flight`: ids of calls in flight; `quarantined`: the reason of each quarantined call; `summaries`: all
     recorded calls in canonical order."""
 
@@ -93,14 +93,14 @@ Rewards = Mapping[str, Sequence[float]]
 _Stamp = tuple[SessionState, frozenset[str], frozenset[str], tuple[str, ...], frozenset[str], Rewards]
 
 
-class SessionViews:
+class ShownSessions:
     """Caches the views of the sessions requested last."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._cached: OrderedDict[str, tuple[_Stamp, SessionView]] = OrderedDict()
+        self._cached: OrderedDict[str, tuple[_Stamp, ShownSession]] = OrderedDict()
 
-    async def load(self, session_id: str) -> SessionView:
+    async def load(self, session_id: str) -> ShownSession:
         """The session as it is now. Raises NotFound."""
         sessions = self._services.sessions
         state, delivered, untold, intents = await asyncio.gather(
@@ -149,14 +149,14 @@ class SessionViews:
         heard: Container[str],
         in_flight: frozenset[str],
         rewards: Rewards,
-    ) -> SessionView:
+    ) -> ShownSession:
         left = [intent for intent in intents if intent.call_id not in in_flight]
         built = build_rows(self._services.settings, state, records, left, heard)
         quarantined = {item.call_id: item.reason for item in built.accounting.quarantined}
         summaries = summarize_calls(built.settled, delivered, quarantined, rewards)
-        return SessionView(state, built, delivered, intents, in_flight, quarantined, summaries)
+        return ShownSession(state, built, delivered, intents, in_flight, quarantined, summaries)
 
-    def _cache(self, stamp: _Stamp, view: SessionView) -> None:
+    def _cache(self, stamp: _Stamp, view: ShownSession) -> None:
         self._cached.pop(view.session_id, None)
         if sum(len(row.token_ids) for row in view.built.rows) <= CACHED_TOKENS:
             self._cached[view.session_id] = (stamp, view)
@@ -225,19 +225,19 @@ def _summarize(
     )
 
 
-def show_turn(view: SessionView, summary: CallSummary, *, with_forks: bool = True, **limit: int) -> ShownCall:
+def show_turn(view: ShownSession, summary: CallSummary, *, with_forks: bool = True, **limit: int) -> ShownCall:
     forks = view.conversation.forks.get(summary.call_id, ()) if with_forks else ()
     return build_turn(view.calls[summary.call_id], summary, view.forest, forks, **limit)
 
 
-def describe_call(view: SessionView, call_id: str) -> dict[str, Any]:
+def describe_call(view: ShownSession, call_id: str) -> dict[str, Any]:
     call, summary = view.find_call(call_id), view.find_summary(call_id)
     sampling = {name: value for name, value in sampling_as_wire(call.sampling).items() if value not in (None, [])}
     parent = view.find_summary(summary.parent_id) if summary.parent_id and summary.parent_id in view.calls else None
     return {"call": call, "summary": summary, "parent": parent, "sampling": sampling}
 
 
-def summarize(view: SessionView) -> dict[str, Any]:
+def summarize(view: ShownSession) -> dict[str, Any]:
     """The session's tokens by what became of them, its weight versions, branches and seconds, of the calls that it sampled."""
     calls, accounting = [call for call in view.summaries if not call.replayed_from], view.built.accounting
     started = min((call.started_at for call in calls), default=None)
@@ -269,7 +269,7 @@ class CallFilter:
     def narrows(self) -> bool:
         return self != CallFilter()
 
-    def select(self, view: SessionView) -> list[CallSummary]:
+    def select(self, view: ShownSession) -> list[CallSummary]:
         return [each for each in view.summaries if self._accepts(each, view.calls[each.call_id])]
 
     def _accepts(self, summary: CallSummary, call: Call) -> bool:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Protocol
 from fastapi import Depends, Request
 
 from proxy.services import Services
-from proxy.ui.session_view import SessionViews
+from proxy.ui.session_view import ShownSessions
 from proxy.ui.tokens import TokenTexts
 
 
@@ -30,7 +30,7 @@ class Tasks(Protocol):
 class Ui:
     def __init__(self, services: Services, tasks: Tasks | None = None) -> None:
         self.services = services
-        self.views = SessionViews(services)
+        self.views = ShownSessions(services)
         self.tasks = tasks
         self.texts = TokenTexts(services.pool)
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from proxy.engine.pool.pool import EnginePool
 from proxy.engine.replica import Replica
 from proxy.errors import EngineUnavailable, VerbatimError
-from proxy.ui.session_view import SessionView
+from proxy.ui.session_view import ShownSession
 from reconstruct.media import Media
 from reconstruct.records import Call, Forest, Ids, Logprobs
 from reconstruct.trajectory import Trajectory
@@ -112,14 +112,14 @@ class TokenList:
         return found
 
 
-def choose_kind(view: SessionView, call: Call) -> int:
+def choose_kind(view: ShownSession, call: Call) -> int:
     """The kind of the call's sampled tokens in its session."""
     if call.call_id in view.built.settled.replayed:
         return CONTEXT
     return QUARANTINED if call.call_id in view.quarantined else TRAINED
 
 
-def build_call_tokens(view: SessionView, call: Call) -> TokenList:
+def build_call_tokens(view: ShownSession, call: Call) -> TokenList:
     """The call's prompt and completion."""
     own = choose_kind(view, call)
     if call.call_id not in view.forest:
@@ -129,7 +129,7 @@ def build_call_tokens(view: SessionView, call: Call) -> TokenList:
     return replace(tokens, tops=_tops(view.forest, [call]))
 
 
-def build_row_tokens(view: SessionView, row: Trajectory) -> TokenList:
+def build_row_tokens(view: ShownSession, row: Trajectory) -> TokenList:
     """The row's tokens under its own mask."""
     tokens = _build(view.forest, row.call_ids[-1])
     kinds = np.where(row.loss_mask == 1, np.uint8(TRAINED), tokens.kinds).astype(np.uint8)
