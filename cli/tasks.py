@@ -50,7 +50,7 @@ def submit(
     "options"}), budgets ({"agent_seconds", "prepare_seconds", "evaluation_seconds", "total_seconds", "max_calls",
     "max_completion_tokens", "max_total_tokens"}), priority (0 to 100), labels, early_stop_usable_samples, max_attempts, group
     ({"policy", "minimum", "zero_variance", "max_quarantined_share"}), echo_policy, fork ({"session_id", "until",
-    "on_divergence"}), lookahead ({"n", "choose", "model", "url", "roles"}), callback_url, metadata.
+    "on_divergence", "tokens_per_second"}), lookahead ({"n", "choose", "model", "url", "roles"}), callback_url, metadata.
 
     If the service refuses lines, the others are still submitted, and the command ends with the reasons and their line numbers.
 

@@ -333,7 +333,7 @@ def test_a_fork_of_a_session_is_its_task_again(fresh: RunningService, tmp_path: 
     done = fork(fresh, "t.0.1", "--at", "0", "--samples", "3", "--on-divergence", "fail")
     assert (done.returncode, done.stderr) == (0, "")
     made, old = (fresh.request("GET", f"/tasks/{name}").json()["task"] for name in (done.stdout.strip(), "t"))
-    assert made["fork"] == {"session_id": "t.0.1", "until": 0, "on_divergence": "fail"}
+    assert made["fork"] == {"session_id": "t.0.1", "until": 0, "on_divergence": "fail", "tokens_per_second": None}
     assert (made["num_samples"], made["early_stop_usable_samples"], made["group"]["minimum"]) == (3, None, None)
     differing = {"task_id", "num_samples", "early_stop_usable_samples", "fork", "group"}
     assert {name for name in made if made[name] != old[name]} <= differing

@@ -251,7 +251,7 @@ async def test_a_tasks_budgets_and_share_of_quarantine_are_those_of_its_sessions
         wire = StoreConnection(redis_server.url)
         kept = [await SessionStore(wire).load(f"{task}.0.1") for task in ("own", "none")]
         await wire.close()
-        shares = [state and state.info.group_rule and state.info.group_rule.max_quarantined_share for state in kept]
+        shares = [state and state.info.max_quarantined_share for state in kept]
         assert shares == [0.25, None]
 
 
