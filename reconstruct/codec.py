@@ -2,14 +2,7 @@
 
 A record is a msgpack array that starts with the schema version, followed by its CRC-32: otherwise a flipped bit in an id or a logprob
 would be trained unnoticed. Ids are little-endian int32, logprobs little-endian float32, message texts JSON, zlib-compressed if that
-is shorter. A released version stays readable: a new field needs a new version and a branch in `decode`; the golden bytes in
-tests/reconstruct/golden test this.
-
-Version 2 appends the call's details to version 1; version 3 appends the source of its role to version 2, whose details may be null;
-version 4 appends the media of its delta to version 3; version 5 appends the engine's ids of its tool calls to version 4; version 6 appends
-the modes of its logprobs to version 5, and is what is written. Earlier versions have the engine's mode among the sampling parameters, which
-does not tell whether tokens were masked: their modes are unknown. Versions 1 and 2 imply the source of a role: inferred for main, declared
-for other roles.
+is shorter. A new field needs a new version; the golden bytes in tests/reconstruct/golden test this.
 """
 
 from __future__ import annotations
@@ -28,10 +21,6 @@ from reconstruct.details import CallDetails
 from reconstruct.errors import DecodeError
 from reconstruct.media import Media
 from reconstruct.records import (
-    DECLARED,
-    INFERRED,
-    LOGITS,
-    UNKNOWN_MODE,
     Call,
     Ids,
     Logprobs,
@@ -42,7 +31,7 @@ from reconstruct.records import (
 )
 
 SCHEMA_VERSION = 6
-"""The newest version that this build reads; it also reads all earlier ones."""
+"""The version that this build writes and reads."""
 
 _COMPRESS_FROM_BYTES = 128
 """Shorter texts gain nothing from zlib."""
@@ -101,7 +90,7 @@ def encode(call: Call) -> bytes:
 def decode(data: bytes) -> Call:
     """The call of a record.
 
-    Raises DecodeError for anything else: truncated or changed bytes, another format, a schema version of a newer build.
+    Raises DecodeError for anything else: truncated or changed bytes, another format, another schema version.
     """
     packed = data[:-_CRC_BYTES]
     if _crc(packed) != data[-_CRC_BYTES:]:
@@ -113,18 +102,17 @@ def decode(data: bytes) -> Call:
     if not isinstance(fields, list) or not fields:
         raise DecodeError(f"a record is a msgpack array, not {type(fields).__name__}")
     version = fields[0]
-    if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
-        raise DecodeError(f"schema version {version!r} is unknown to this build, which reads up to {SCHEMA_VERSION}")
+    if type(version) is not int or version != SCHEMA_VERSION:
+        raise DecodeError(f"schema version {version!r} is unknown to this build, which reads {SCHEMA_VERSION}")
     try:
-        return _decode_fields(version, fields)
+        return _decode_fields(fields)
     except DecodeError:
         raise
     except (ValueError, TypeError, IndexError, KeyError, zlib.error) as error:
         raise DecodeError(f"a version-{version} record is damaged: {error}") from error
 
 
-def _decode_fields(version: int, fields: list[Any]) -> Call:
-    """Each version has one field more than the one before."""
+def _decode_fields(fields: list[Any]) -> Call:
     (
         _,
         call_id,
@@ -155,16 +143,13 @@ def _decode_fields(version: int, fields: list[Any]) -> Call:
         trainable,
         quarantine_reason,
         marks,
-        *later,
+        details,
+        role_source,
+        media,
+        engine_tool_call_ids,
+        modes,
     ) = fields
-    if len(later) != version - 1:
-        raise ValueError(f"it has {len(later)} fields after those of version 1, not {version - 1}")
-    details, role_source, media, engine_tool_call_ids, modes = [*later, *_ABSENT[len(later) :]]
     *parameters, extra = sampling
-    if version < 3:
-        role_source = _source_before_3(role)
-    if version < 6:
-        modes = _modes_before_6(parameters.pop(), node[5])
     texts = (call_id, session_id, dialect, api, status, role, agent, finish_reason, projection, replica, quarantine_reason)
     _require((engine_tool_call_ids,), list)
     _require((*texts, role_source, *engine_tool_call_ids), str)
@@ -207,21 +192,6 @@ def _decode_fields(version: int, fields: list[Any]) -> Call:
         role_source=role_source,
         engine_tool_call_ids=tuple(engine_tool_call_ids),
     )
-
-
-_ABSENT: tuple[Any, ...] = (None, None, [], [], None)
-"""What the fields after those of version 1 are in records that lack them."""
-
-
-def _source_before_3(role: str) -> str:
-    """The implied source: earlier builds used a role other than main to exclude a call from training or to name an agent."""
-    return INFERRED if role == "main" else DECLARED
-
-
-def _modes_before_6(engine_mode: str, completion_ids: bytes) -> list[tuple[str, int, int]]:
-    """All of one mode: earlier builds recorded vLLM's, which does not tell whether tokens were masked."""
-    mode = LOGITS if engine_mode in ("raw_logits", "processed_logits") else UNKNOWN_MODE
-    return [(mode, 0, len(completion_ids) // 4)] if completion_ids else []
 
 
 def _require(values: Iterable[Any], *types: type) -> None:

@@ -258,8 +258,8 @@ FAULTS = (
         _CODEC,
     ),
     Fault(
-        "A record of a newer build is read as one of this build.",
-        "    if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:\n",
+        "A record of another build is read as one of this build.",
+        "    if type(version) is not int or version != SCHEMA_VERSION:\n",
         "    if type(version) is not int:\n",
         _CODEC,
     ),
