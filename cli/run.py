@@ -351,9 +351,7 @@ def load_harness(name_or_path: str) -> Harness:
 
 def open_session(control: CommandClient, definition: Harness, **fields: Any) -> RunSession:
     """A new session for this harness; fields that are None are left out. Raises `CommandError`."""
-    fields |= {"metadata": {"harness": definition.name}}
-    # A service of an earlier build rejects the field.
-    fields |= {"role_rules": [encode_rule(rule) for rule in definition.roles]} if definition.roles else {}
+    fields |= {"metadata": {"harness": definition.name}, "role_rules": [encode_rule(rule) for rule in definition.roles]}
     created = control.post("/sessions", {name: value for name, value in fields.items() if value is not None})
     return RunSession(control, created["session_id"], SessionAccess(created["base_urls"], created["api_key"]))
 

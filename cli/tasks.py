@@ -225,9 +225,9 @@ def show(task_id: TaskId, url: ServiceUrl = None, as_json: AsJson = False) -> No
 
 def _explain_wait(control: CommandClient, task: dict[str, Any]) -> str | None:
     """What the task's rollouts need before they can start, as far as known."""
-    # A service of an earlier build reports no `lacks`.
-    if task.get("lacks") or task["status"] != "queued":
-        return task.get("lacks")
+    lacks: str | None = task["lacks"]
+    if lacks or task["status"] != "queued":
+        return lacks
     return "for a node with capacity" if control.get("/nodes")["nodes"] else "for a node; verbatim node starts one"
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import os
 import socket
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -73,8 +72,6 @@ class LeaseTerms(TypedDict, total=False):
     """Only groups all of whose sessions are complete (`group.sessions`)."""
     lease_seconds: float
     """How long the lease lasts unless it is extended. Default: 600."""
-    policy: str | None
-    """Deprecated: use `model`."""
 
 
 class TrainerClient:
@@ -215,12 +212,8 @@ class TrainerClient:
         body: dict[str, Any] = {"wait_seconds": wait_seconds, "lease_seconds": 600.0, "consumer": self.consumer, **terms}
         if unknown := terms.keys() - LeaseTerms.__annotations__.keys():
             raise TypeError(f"a lease has no terms {', '.join(sorted(unknown))}")
-        if "policy" in terms:
-            # Reported at the caller of `lease` or `batches`.
-            warnings.warn("policy= is deprecated: use model=", DeprecationWarning, stacklevel=3)
         # The HTTP contract calls the model of a row its policy.
-        model = body.pop("model", None)
-        body["policy"] = body.get("policy") if model is None else model
+        body["policy"] = body.pop("model", None)
         body["complete_only"] = body.get("complete_only") or None
         return {name: value for name, value in body.items() if value is not None}
 

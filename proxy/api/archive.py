@@ -169,7 +169,7 @@ async def _finish_with_delivery(services: Services, part: Restore, state: Sessio
     except RequestError:
         await services.delivery.retract(state.info.session_id)
         raise
-    # The stored state counts: an old archive does not record that a session is not trained.
+    # The stored state counts: an archive does not have the group's rule.
     return fresh, await fill_group(services, await services.sessions.load(state.info.session_id) or state)
 
 

@@ -213,9 +213,6 @@ def unserved_as_wire(state: SessionState) -> dict[str, Any] | None:
 def session_from_wire(wire: Mapping[str, Any]) -> SessionState:
     """Inverse of `session_as_wire`; no key opens the session. Raises `msgspec.ValidationError` if a field is missing or has a wrong
     type."""
-    # Exports of earlier versions lack these fields.
-    budget = {"max_calls": None, "max_completion_tokens": None, "max_total_tokens": None}
-    wire = {"trained": True, "echo_policy": "strict", "replay": None, "lookahead": None, **budget, **wire}
     if missing := [name for name in (*INFO_FIELDS, *STATE_FIELDS) if name not in wire]:
         raise msgspec.ValidationError(f"session: {', '.join(missing)} missing")
     info = {"key_hash": b"", **{name: wire[name] for name in INFO_FIELDS}}

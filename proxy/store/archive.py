@@ -131,7 +131,7 @@ def _strip(info: SessionInfo) -> SessionInfo:
 
 
 def _normalize(state: SessionState) -> SessionState:
-    """Without what may differ: the same reward may have been set again, and old archives lack `trained`, the echo policy, `replay` and
-    `lookahead`."""
-    info = replace(_strip(state.info), trained=True, echo_policy="strict", replay=None, lookahead=None, needs=())
-    return replace(state, info=info, updated_at=0.0, unserved=None, replayed_at=None, sampled_tokens=None)
+    """Without what may differ: the same reward may have been set again."""
+    return replace(
+        state, info=replace(_strip(state.info), needs=()), updated_at=0.0, unserved=None, replayed_at=None, sampled_tokens=None
+    )

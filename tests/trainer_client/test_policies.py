@@ -69,13 +69,9 @@ def test_a_lease_of_one_policy_is_asked_for_and_read(encoding: str) -> None:
         assert (batch.weight_version, batch.weight_versions) == (7, {"": 7, "b": 2})
 
 
-def test_the_former_keyword_for_a_leases_model_works_and_warns_and_an_unknown_term_is_refused() -> None:
-    with asked(leased([OF_BOTH[1]], weight_versions={"": 7, "b": 2})) as (service, client):
-        with pytest.warns(DeprecationWarning, match="use model="):
-            assert client.lease(policy="b") is not None
-        assert service.received[0].body["policy"] == "b"
-        with pytest.raises(TypeError, match=r"a lease has no terms max_group$"):
-            client.lease(max_group=1)  # type: ignore[call-arg]
+def test_an_unknown_term_of_a_lease_is_refused() -> None:
+    with asked(json_answer({})) as (_, client), pytest.raises(TypeError, match=r"a lease has no terms max_group$"):
+        client.lease(max_group=1)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

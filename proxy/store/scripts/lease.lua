@@ -17,7 +17,6 @@ local me = {name = consumer, since = now, waits = ARGV[12] == '1', until_ = tonu
 me.max_groups, me.max_rows, me.oldest = tonumber(ARGV[3]), tonumber(ARGV[4]), oldest
 me.complete_only, me.policy = ARGV[13] == '1', ARGV[15] ~= '*' and ARGV[15] or nil
 
--- A member filled by an earlier build does not say, and counts as incomplete.
 local function is_complete(group)
   for _, member in ipairs(usable_members(group)) do
     if not member.complete then
