@@ -100,7 +100,7 @@ async def _exec(step: Exec, number: int, runtime: Runtime, env: Mapping[str, str
             return
         if not left:
             what = f"ran longer than {step.timeout_seconds:g} s" if done.timed_out else f"ended with exit code {done.exit_code}"
-            message = f"prepare step {number}, {step.command!r}, {what}: {read_tail(done)}"
+            message = f"prepare step {number}, {step.command!r}, {what}: {done.read_tail()}"
             raise RolloutFailed(Failure.PREPARE_FAILED, message, logs.place(f"prepare-{number}.err"))
         await asyncio.sleep(pause)
         pause *= 2
@@ -132,7 +132,7 @@ class HarnessRun:
         folder = str(temporary_directory(Path(self.runtime.home)))
         done = await self.runtime.exec(("mkdir", "-p", folder), timeout_seconds=60.0)
         if done.exit_code:
-            raise RolloutFailed(Failure.BAD_RUNTIME, f"{folder} cannot be made: {read_tail(done)}")
+            raise RolloutFailed(Failure.BAD_RUNTIME, f"{folder} cannot be made: {done.read_tail()}")
         if self.harness.takes_command or await self._is_installed():
             return
         if not self.task.harness.install or not self.harness.install:
@@ -149,7 +149,7 @@ class HarnessRun:
             except NetworkRefused as error:
                 raise self._missing(f"and cannot be installed there ({error}): use an image that has it") from error
             if done.exit_code:
-                raise self._missing(f"and {line!r} ended with exit code {done.exit_code}: {read_tail(done)}")
+                raise self._missing(f"and {line!r} ended with exit code {done.exit_code}: {done.read_tail()}")
         if not await self._is_installed():
             raise self._missing("even after its installation")
 
@@ -184,7 +184,7 @@ class HarnessRun:
             logs=self.logs.of("agent"),
         )
         if done.exit_code in (NOT_EXECUTABLE, NOT_FOUND) and not done.timed_out and not self.harness.takes_command:
-            raise self._missing(f"or does not start: {read_tail(done)}")
+            raise self._missing(f"or does not start: {done.read_tail()}")
         return done
 
     async def _is_installed(self) -> bool:
@@ -228,18 +228,12 @@ def check_run(
         message = f"the last call of {name}, {failed['call_id']}, was not served: {failed['code']}: {failed['message']}"
         raise RolloutFailed(Failure.SERVICE_FAILED, message, look)
     if done.exit_code > SIGNALLED and not done.timed_out:
-        message = f"{name} was ended by signal {done.exit_code - SIGNALLED}: {read_tail(done)}"
+        message = f"{name} was ended by signal {done.exit_code - SIGNALLED}: {done.read_tail()}"
         raise RolloutFailed(Failure.HARNESS_CRASHED, message, look)
     if not done.timed_out and not harness.harness.has_finished(done.exit_code, calls):
-        raise RolloutFailed(Failure.HARNESS_FAILED, f"{name} ended with exit code {done.exit_code}: {read_tail(done)}", look)
+        raise RolloutFailed(Failure.HARNESS_FAILED, f"{name} ended with exit code {done.exit_code}: {done.read_tail()}", look)
     if not calls:
-        raise RolloutFailed(Failure.NO_CALLS, f"{name} never called the model: {read_tail(done)}", look)
-
-
-def read_tail(done: Executed, characters: int = 500) -> str:
-    """The end of a command's stderr, or of its stdout if stderr is empty."""
-    text = (done.stderr.strip() or done.stdout.strip()).decode(errors="replace")
-    return text[-characters:] or "no output"
+        raise RolloutFailed(Failure.NO_CALLS, f"{name} never called the model: {done.read_tail()}", look)
 
 
 async def remove(runtime: Runtime) -> None:

@@ -73,6 +73,14 @@ class Executed:
     timed_out: bool = False
     seconds: float = 0.0
 
+    def explain_failure(self) -> str:
+        """What it wrote to stderr, or its exit code."""
+        return self.stderr.decode(errors="replace").strip() or f"exit code {self.exit_code}"
+
+    def read_tail(self, characters: int = 500) -> str:
+        """The end of stderr, or of stdout if stderr is empty."""
+        return (self.stderr.strip() or self.stdout.strip()).decode(errors="replace")[-characters:] or "no output"
+
 
 @dataclass(frozen=True, slots=True)
 class Logs:

@@ -97,6 +97,13 @@ async def start_process(
         await process.wait()
 
 
+async def find_failure(argv: Sequence[str]) -> str | None:
+    """What a small program of the node's own wrote to stderr, if it failed."""
+    process = await asyncio.create_subprocess_exec(*argv, stderr=PIPE)
+    _, stderr = await process.communicate()
+    return stderr.decode(errors="replace").strip() if process.returncode else None
+
+
 async def finish_process(process: Process, stdin: bytes, limits: ExecLimits, send: Signal) -> Executed:
     """Runs the process to its end, as `run_bounded` does."""
     return await run_bounded(lambda stdout, stderr: _follow(process, stdin, stdout, stderr, send), limits, send)

@@ -157,8 +157,6 @@ class CommandRuntime(ABC):
 def _check(what: str, done: Executed) -> None:
     if done.exit_code == 0:
         return
-    reason = done.stderr.decode(errors="replace").strip() or f"exit code {done.exit_code}"
-    if done.timed_out:
-        reason = f"it took more than {TIMEOUT_SECONDS:g} seconds"
+    reason = f"it took more than {TIMEOUT_SECONDS:g} seconds" if done.timed_out else done.explain_failure()
     full = done.exit_code == FILE_TOO_LARGE or is_disk_full_message(done.stderr)
     raise (DiskFull if full else RuntimeFailed)(f"{what}: {reason}")

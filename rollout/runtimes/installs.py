@@ -45,8 +45,7 @@ async def run_install(
     for line in (*first, *install.lines):
         done = await runtime.exec(("sh", "-c", line), env=env, timeout_seconds=INSTALL_SECONDS, logs=logs)
         if done.exit_code:
-            output = (done.stderr.strip() or done.stdout.strip()).decode(errors="replace")
-            raise RuntimeFailed(f"{line!r} ended with exit code {done.exit_code}: {output[-500:]}")
+            raise RuntimeFailed(f"{line!r} ended with exit code {done.exit_code}: {done.read_tail()}")
     if not await has_command(runtime, install, env):
         raise RuntimeFailed(f"{install.command!r} does not exist after its installation")
 

@@ -11,7 +11,6 @@ leaves an instance all of root's privileges and /proc/sys, so a node that runs a
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from contract.tasks import Network, RuntimeSpec
 from rollout.runtimes.base import Install, Installed, Logs, NetworkRefused, ProxyAddress, RuntimeFailed, describe_os_error
+from rollout.runtimes.command import find_failure
 from rollout.runtimes.container.engine import PULL_SECONDS, Engine
 from rollout.runtimes.container.runtime import INSIDE, ContainerKind, ContainerRuntime
 from rollout.runtimes.local.resources import PIDS
@@ -81,11 +81,8 @@ class Apptainer(Engine):
 
 async def probe_user_namespace() -> str | None:
     """Why this user cannot make one: some systems allow it to root alone, or not at all."""
-    process = await asyncio.create_subprocess_exec(sys.executable, "-I", "-S", "-c", _PROBE, stderr=asyncio.subprocess.PIPE)
-    _, stderr = await process.communicate()
-    return (
-        f"instances need user namespaces, and none can be made here: {stderr.decode().strip()}" if process.returncode else None
-    )
+    failure = await find_failure([sys.executable, "-I", "-S", "-c", _PROBE])
+    return None if failure is None else f"instances need user namespaces, and none can be made here: {failure}"
 
 
 _FORBID = """
@@ -104,13 +101,9 @@ for name in os.listdir("/proc/sys/user"):
 async def _forbid_namespaces(first: int) -> None:
     """Keeps the instance of that first process from making namespaces, which its filter cannot: apptainer answers EPERM where a rule says
     ENOSYS, so `clone3` is allowed. Raises `RuntimeFailed`."""
-    words = [sys.executable, "-I", "-S", "-c", _FORBID, str(first)]
-    process = await asyncio.create_subprocess_exec(*words, stderr=asyncio.subprocess.PIPE)
-    _, stderr = await process.communicate()
-    if process.returncode:
-        raise RuntimeFailed(
-            f"further namespaces cannot be forbidden in the instance: {stderr.decode(errors='replace').strip()}"
-        )
+    failure = await find_failure([sys.executable, "-I", "-S", "-c", _FORBID, str(first)])
+    if failure is not None:
+        raise RuntimeFailed(f"further namespaces cannot be forbidden in the instance: {failure}")
 
 
 def probe_limits(user: int, groups: Path = _GROUPS) -> str | None:

@@ -56,9 +56,9 @@ class Engine:
             done = await finish_process(process, b"", ExecLimits(seconds), send)
         if done.exit_code == 0 and not done.timed_out:
             return done.stdout.decode(errors="replace").strip()
-        reason = f"it took more than {seconds:g} seconds" if done.timed_out else done.stderr.decode(errors="replace").strip()
+        reason = f"it took more than {seconds:g} seconds" if done.timed_out else done.explain_failure()
         failure = DiskFull if "no space left on device" in reason.lower() else RuntimeFailed
-        raise failure(f"{self.command[0]} {words[0]}: {reason or f'exit code {done.exit_code}'}")
+        raise failure(f"{self.command[0]} {words[0]}: {reason}")
 
     async def has_image(self, image: str) -> bool:
         try:

@@ -173,7 +173,7 @@ class ContainerRuntime(CommandRuntime):
             self._passage = await Passage(first, self._proxy).__aenter__()
         done = await self._run_bare(["mkdir", "-p", self.workdir, self.home], limits=ExecLimits(START_SECONDS))
         if done.exit_code != 0:
-            raise RuntimeFailed(f"{self.workdir} cannot be made: {done.stderr.decode(errors='replace').strip()}")
+            raise RuntimeFailed(f"{self.workdir} cannot be made: {done.explain_failure()}")
         await self._check_workdir()
 
     def _claim(self) -> None:
@@ -292,7 +292,7 @@ class ContainerRuntime(CommandRuntime):
                 finally:
                     await within.kill_rest(mark)
             if _is_unread(script) and not done.timed_out:
-                raise RuntimeFailed(f"the command did not start: {done.stderr.decode(errors='replace').strip()}")
+                raise RuntimeFailed(f"the command did not start: {done.explain_failure()}")
             return done
         finally:
             within.commands.pop(mark, None)

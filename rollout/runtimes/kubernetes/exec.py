@@ -62,9 +62,8 @@ class PodCommand:
         finally:
             await asyncio.gather(*self._signals, return_exceptions=True)
         if not outputs[0].has_begun and not self._killed and done.exit_code != 137:
-            reason = done.stderr.decode(errors="replace").strip() or f"exit code {done.exit_code}"
             failure = DiskFull if is_disk_full_message(done.stderr) else RuntimeFailed
-            raise failure(f"the command did not start in the pod {self._pod}: {reason}")
+            raise failure(f"the command did not start in the pod {self._pod}: {done.explain_failure()}")
         return done
 
     async def _follow(self, script: bytes, stdin: bytes, stdout: ShellOutput, stderr: Sink) -> int:

@@ -165,7 +165,7 @@ class PodRuntime(CommandRuntime):
         argv = ["/bin/sh", "-c", manifest.PLACES, INSIDE, self._spec.workdir or "", WORKDIR]
         done = await self._run(RuntimeCommand(argv, {}, "/", b"", ExecLimits(_START_SECONDS), None))
         if done.exit_code != 0:
-            raise RuntimeFailed(f"the pod {self.name} has no place to work: {done.stderr.decode(errors='replace').strip()}")
+            raise RuntimeFailed(f"the pod {self.name} has no place to work: {done.explain_failure()}")
         self.home, self.workdir = os.fsdecode(done.stdout).splitlines()
 
     def map_url(self, url: str) -> str:

@@ -33,7 +33,7 @@ from rollout.runtimes.base import (
     check_path,
     describe_os_error,
 )
-from rollout.runtimes.command import HeldCommand, finish_process, merge_variables, wrap_in_shell
+from rollout.runtimes.command import HeldCommand, find_failure, finish_process, merge_variables, wrap_in_shell
 from rollout.runtimes.command_runtime import CommandRuntime, RuntimeCommand
 from rollout.runtimes.disk import DiskWatch
 from rollout.runtimes.installs import claim_folder, delete_folder
@@ -86,9 +86,8 @@ class LocalKind:
         if program is None:
             return "bubblewrap (bwrap) is not installed; with VERBATIM_LOCAL_SANDBOX=none the node still runs tasks without a sandbox"
         probe = [program, "--unshare-all", "--unshare-user", *bind_system(), "--proc", "/proc", "/bin/true"]
-        process = await asyncio.create_subprocess_exec(*probe, stderr=asyncio.subprocess.PIPE)
-        _, stderr = await process.communicate()
-        return f"bubblewrap does not work here: {stderr.decode(errors='replace').strip()}" if process.returncode else None
+        failure = await find_failure(probe)
+        return None if failure is None else f"bubblewrap does not work here: {failure}"
 
     def describe_limits(self) -> str:
         sentences = [resources.describe_limits(resources.find_hierarchies(self.settings.cgroup))]
@@ -148,7 +147,7 @@ class LocalRuntime(CommandRuntime):
         except OSError as error:
             raise describe_os_error(f"the runtime {self.name} cannot be made", error) from error
         if done.exit_code != 0:
-            raise RuntimeFailed(f"the runtime {self.name} runs nothing: {done.stderr.decode(errors='replace').strip()}")
+            raise RuntimeFailed(f"the runtime {self.name} runs nothing: {done.explain_failure()}")
 
     def _claim(self) -> None:
         claim_folder(self._kind.settings.local_dir, "VERBATIM_LOCAL_DIR")

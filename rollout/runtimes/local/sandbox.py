@@ -160,7 +160,7 @@ def _hold_sandboxed(process: Process, pid: int, go: int, reports: _Status) -> He
     async def find_failure(done: Executed) -> str | None:
         if reports.killed or await reports.has_run():
             return None
-        return f"the sandbox could not be made: {done.stderr.decode(errors='replace').strip()}"
+        return f"the sandbox could not be made: {done.explain_failure()}"
 
     return HeldCommand(process, pid, partial(_release, go), send, list_pids, find_failure)
 
