@@ -29,7 +29,7 @@ import numpy as np
 
 from cli.generation.attempts import Progress, input_id_of
 from cli.refusal import CommandError
-from proxy.archive.folder import ArchiveError, ArchiveReader, ArchiveWriter, read_table, write_whole
+from proxy.archive.folder import ArchiveError, ArchiveReader, ArchiveWriter, write_whole
 from proxy.archive.tables import ArchivedSession
 from reconstruct.accounting import settle
 from reconstruct.builders import CUT
@@ -61,7 +61,7 @@ class GenerationFolder:
                 self.id = self._read_id()
                 attempts = _read_lines(self.path / "rollouts.jsonl")
                 self._attempts = {(line["task_id"], line["index"]): line for line in attempts}
-                self._held = {row["session_id"] for row in self._read_rows("sessions", ["session_id"])}
+                self._held = self._writer.known.list_ids()
             except BaseException:
                 self._writer.__exit__(None, None, None)
                 raise
@@ -114,27 +114,25 @@ class GenerationFolder:
         write_conversations(self.path / "chat.jsonl", self.path / "conversations.parquet")
         tasks = {line["input"] for line in self._attempts.values()}
         counts = (len(tasks), len(self._attempts), sum(bool(line["kept"]) for line in self._attempts.values()))
-        trajectories = sum(1 for _ in self._read_rows("trajectories", ["trajectory_id"]))
+        trajectories = sum(part["trajectories"] for part in self._writer.manifest["parts"])
         card = render_card(self._settings, *counts, conversations, truncated.total(), trajectories)
         write_whole(self.path / "README.md", lambda temporary: _write_text(temporary, card))
         return conversations, truncated
 
     def _make_conversations(self, truncated: Counter[str]) -> Iterator[dict[str, Any]]:
+        if not self._writer.manifest["parts"]:
+            return
+        reader = ArchiveReader(self.path / "accepted")
         rows: dict[str, list[dict[str, Any]]] = {}
-        for row in self._read_rows("trajectories", ROW_COLUMNS):
+        for row in reader.rows("trajectories", ROW_COLUMNS):
             rows.setdefault(row["session_id"], []).append(row)
-        for session in ArchiveReader(self.path / "accepted").sessions() if self._writer.manifest["parts"] else ():
+        for session in reader.sessions():
             state = session.state
             task = {"input": input_id_of(state["task_id"]), "task_id": state["task_id"], "metadata": state["metadata"]}
             calls = {call_id: decode(record) for call_id, record in session.records}
             for row in (*rows.get(state["session_id"], ()), *find_untold(session, calls)):
                 truncated.update([row["finish_reason"]] if row["truncated"] else [])
                 yield make_conversation(calls, row) | task
-
-    def _read_rows(self, table: str, columns: list[str]) -> Iterator[dict[str, Any]]:
-        for part in self._writer.manifest["parts"]:
-            if (entry := part["files"].get(table)) is not None:
-                yield from read_table(self.path / "accepted" / entry["name"], columns)
 
     def _read_id(self) -> str:
         """The generation's id, written first if the folder is new."""

@@ -13,7 +13,7 @@ from typing import Any
 from examples.learn.agents import CliAgent, make_task
 from examples.learn.exercises import Exercise
 from examples.pretrained.varied import draw_varied
-from proxy.archive.folder import ArchiveError, ArchiveReader, read_table
+from proxy.archive.folder import ArchiveError, ArchiveReader
 from proxy.archive.tables import TRAJECTORIES
 from reconstruct.trajectory import Trajectory
 from trainer_client import Batch, Group, decode_trajectory
@@ -52,11 +52,8 @@ def is_complete(generated: Path) -> bool:
 
 def read_demonstrations(generated: Path) -> Batch:
     """The accepted rows of a folder that `verbatim generate` wrote, a group for each exercise; those that failed come again."""
-    folder = generated / "accepted"
-    parts = [part["files"]["trajectories"]["name"] for part in ArchiveReader(folder).parts if "trajectories" in part["files"]]
-    rows = [row for name in parts for row in read_table(folder / name)]
     exercises: dict[str, list[Trajectory]] = defaultdict(list)
-    for row in rows:
+    for row in ArchiveReader(generated / "accepted").rows("trajectories"):
         decoded = decode_trajectory({**row, **_load_json(row)})
         exercises[decoded.task_id] += [decoded] * (1 if decoded.reward else FAILED_COUNTS)
     return Batch([Group(name, tuple(attempts)) for name, attempts in exercises.items()], weight_version=0)

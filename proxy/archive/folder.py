@@ -74,6 +74,11 @@ class ArchiveReader:
             for row in self._rows(part, "sessions"):
                 yield session_of(row, records.get(row["session_id"], ()), self._load_media(row))
 
+    def rows(self, table: str, columns: Sequence[str] | None = None) -> Iterator[Row]:
+        """The rows of one table, or only these columns of them. Raises as `sessions`."""
+        for part in self.parts:
+            yield from self._rows(part, table, columns)
+
     def find(self, session_id: str) -> ArchivedSession | None:
         """The session of that id, the one archived last if there were several. Raises as `sessions`."""
         for part in reversed(self.parts):
@@ -98,14 +103,14 @@ class ArchiveReader:
             raise ArchiveError(f"{self.folder} lacks the image {min(lost)} of session {session['session_id']}")
         return found
 
-    def _rows(self, part: dict[str, Any], table: str) -> list[Row]:
+    def _rows(self, part: dict[str, Any], table: str, columns: Sequence[str] | None = None) -> list[Row]:
         entry = part["files"].get(table)
         if entry is None:
             return []
         path = self.folder / entry["name"]
         if not path.is_file() or digest_of(path) != entry["sha256"]:
             raise ArchiveError(f"{path} is missing or was changed: its checksum is not the one in {MANIFEST}")
-        return read_table(path)
+        return read_table(path, columns)
 
 
 class KnownSessions:
@@ -141,6 +146,9 @@ class KnownSessions:
 
     def __len__(self) -> int:
         return len(self._rewards)
+
+    def list_ids(self) -> set[str]:
+        return {session_id for session_id, _ in self._rewards}
 
     def has_rewards(self, key: Key, rewards: Rewards) -> bool:
         """Whether the session is in the folder with these rewards."""

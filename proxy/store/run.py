@@ -20,12 +20,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from proxy.store.keys import pack
 
 Axis = Literal["version", "versions", "minute", "quarter", "hours", "all"]
-AXES: tuple[Axis, ...] = get_args(Axis)
 WIDTHS: Mapping[str, int] = {"version": 1, "versions": 20, "minute": 60, "quarter": 900, "hours": 21600, "all": 0}
 """Of a cell: weight versions, or seconds. `scripts/_run.lua` says how many cells are kept."""
 OVER_VERSIONS: tuple[Axis, ...] = ("version", "versions")
