@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import archive_page
 import commands_page
 import harness_pages
 import http_page
@@ -26,6 +27,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 GENERATED: dict[str, Callable[[], str]] = {
+    "reference/archive.md": archive_page.render,
     "reference/commands.md": commands_page.render,
     "reference/harnesses.md": harness_pages.render,
     "reference/http.md": http_page.render,

@@ -1,4 +1,4 @@
-"""The four tables of an archive: their columns, a session as their rows, and back. docs/store.md explains each column.
+"""The four tables of an archive: their columns, a session as their rows, and back. docs/site/archive_page.py explains each column.
 
 `trajectories` has one row per training row, `sessions` one per session, `records` one per call in the store's encoding, `media` one per
 image, which several sessions may have. Columns of kind `json` hold JSON text: their objects differ from row to row, which no column type
