@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, get_args
 
+from contract.rules import Wire
 from contract.tasks import Task
 
 Status = Literal[
@@ -81,16 +82,18 @@ class Failure(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class FailureRecord:
-    """A stored `RolloutFailed`."""
+class FailureRecord(Wire):
+    """Why an attempt failed."""
 
     failure: Failure
+    """Its class."""
     message: str
     look: str = ""
+    """Where to look next."""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Wire):
     """How the session is closed: with `status`, and with `reward` unless that is None."""
 
     status: Ended
@@ -109,22 +112,36 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutState:
-    """`times` maps the states that the current attempt reached to epoch seconds. `failures` are of earlier attempts, oldest first."""
+class VerdictView(Verdict):
+    usable: bool = field(kw_only=True)
+    """Whether a trainer may get it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutState(Wire):
+    """A rollout as it stands."""
 
     task_id: str
     index: int
     status: Status = "queued"
     attempt: int = 0
+    """The current attempt, from 1; 0: not started."""
     node: str | None = None
     session_id: str | None = None
     calls: int | None = None
     exit_code: int | None = None
     verdict: Verdict | None = None
     failures: tuple[FailureRecord, ...] = ()
+    """Of earlier attempts, oldest first."""
     times: Mapping[str, float] = field(default_factory=dict)
+    """When the current attempt reached each status, in epoch seconds."""
     logs: str | None = None
-    """`<node>:<directory>`"""
+    """`<node>:<folder>`"""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutView(RolloutState):
+    verdict: VerdictView | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +167,13 @@ class TakenRollout:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeState:
-    """A node as in `GET /nodes`. `runtimes`: kinds that work there now. `seen_at`: its last beat. `draining`: it takes nothing
-    more."""
+class NodeState(Wire):
+    """What a node has, and what of it is free."""
 
     name: str
     labels: Mapping[str, str]
     runtimes: Sequence[str]
+    """Kinds that work there now."""
     cpus: float
     memory_mb: int
     slots: Mapping[str, int] = field(default_factory=dict)
@@ -165,7 +182,15 @@ class NodeState:
     free_cpus: float = 0.0
     free_memory_mb: int = 0
     draining: bool = False
+    """It takes no new rollouts."""
     started_at: float = 0.0
     seen_at: float = 0.0
+    """Its last heartbeat, by Redis's clock."""
     lease_seconds: float = 0.0
     """Silence after which it loses its rollouts; 0: use the reader's default."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView(NodeState):
+    silent_seconds: float = field(kw_only=True)
+    """How long ago its last heartbeat was, by the same clock."""

@@ -11,8 +11,8 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
@@ -20,6 +20,8 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict
 
 from contract import attempts
+from contract.attempts import NodeView, RolloutView
+from contract.rules import RULES, Wire, show
 from contract.sessions import ForkRequest
 from contract.tasks import Task
 from proxy.api import forks
@@ -53,7 +55,7 @@ SUMMARY: dict[str, Any] = json.loads("""
  "callback": null, "metadata": {}}
 """)
 ROLLOUT: dict[str, Any] = json.loads("""
-{"index": 0, "status": "running", "attempt": 1, "node": "node-1", "session_id": "bug-7.0.1", "calls": null,
+{"task_id": "bug-7", "index": 0, "status": "running", "attempt": 1, "node": "node-1", "session_id": "bug-7.0.1", "calls": null,
  "exit_code": null, "verdict": null, "failures": [],
  "times": {"queued": 1767225600.0, "preparing": 1767225601.0, "ready": 1767225604.0, "running": 1767225604.5},
  "logs": "node-1:/srv/verbatim-node/logs/bug-7.0.1"}
@@ -114,82 +116,31 @@ class CancelledTask(
     """Indices of the rollouts that this request ended."""
 
 
-class FailureShape(Shape):
-    failure: str
-    """Its class."""
-    message: str
-    look: str
-    """Where to look next."""
+@dataclass(frozen=True, slots=True)
+class RolloutPage(Wire):
+    __pydantic_config__ = RULES | show({"rollouts": [ROLLOUT]})
+
+    rollouts: Sequence[RolloutView]
 
 
-class VerdictShape(Shape):
-    status: attempts.Ended
-    reward: float | None
-    per_call: dict[str, float]
-    per_branch: dict[str, float]
-    feedback: str
-    metadata: dict[str, Any]
-    failure: FailureShape | None
-    usable: bool
-
-
-class RolloutShape(Shape):
-    index: int
-    status: attempts.Status
-    attempt: int
-    """The current attempt, from 1; 0: not started."""
-    node: str | None
-    session_id: str | None
-    calls: int | None
-    exit_code: int | None
-    verdict: VerdictShape | None
-    failures: list[FailureShape]
-    """Of earlier attempts."""
-    times: dict[str, float]
-    """When each status was reached."""
-    logs: str | None
-    """`<node>:<folder>`"""
-
-
-class RolloutPage(Shape, json_schema_extra={"example": {"rollouts": [ROLLOUT]}}):
-    rollouts: list[RolloutShape]
-
-
-class NodeShape(Shape):
-    name: str
-    labels: dict[str, str]
-    runtimes: list[str]
-    cpus: float
-    memory_mb: int
-    slots: dict[str, int]
-    busy: dict[str, int]
-    free_cpus: float
-    free_memory_mb: int
-    draining: bool
-    """It takes no new rollouts."""
-    started_at: float
-    seen_at: float
-    """Its last heartbeat, by Redis's clock."""
-    silent_seconds: float
-    """How long ago that was, by the same clock."""
-    lease_seconds: float
-    """Silence after which it loses its rollouts."""
-
-
-class Queue(Shape):
+@dataclass(frozen=True, slots=True)
+class Queue(Wire):
     """Rollouts with the same requirements."""
 
     priority: int
-    runtimes: list[str]
+    runtimes: Sequence[str]
     cpus: float
     memory_mb: int
-    labels: dict[str, str]
+    labels: Mapping[str, str]
     waiting: int
 
 
-class Nodes(Shape, json_schema_extra={"example": {"nodes": [], "queues": [QUEUE]}}):
-    nodes: list[NodeShape]
-    queues: list[Queue]
+@dataclass(frozen=True, slots=True)
+class Nodes(Wire):
+    __pydantic_config__ = RULES | show({"nodes": [], "queues": [QUEUE]})
+
+    nodes: Sequence[NodeView]
+    queues: Sequence[Queue]
 
 
 def build_task_router(store: TaskStore, read_task: Callable[[bytes], tuple[Task, bytes]], services: Services) -> APIRouter:

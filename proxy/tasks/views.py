@@ -43,8 +43,8 @@ def dump_outline(task: Task) -> dict[str, Any]:
 
 
 def render_rollout(state: RolloutState) -> dict[str, Any]:
+    """The rollout as a `RolloutView`."""
     view = asdict(state)
-    del view["task_id"]
     if state.verdict is not None:
         view["verdict"]["usable"] = state.verdict.usable
     return view
