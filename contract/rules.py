@@ -159,7 +159,9 @@ def drop_nulls(given: Any) -> dict[str, Any]:
 def _check_storable(given: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         msgpack.packb(given)
-    except (OverflowError, ValueError, RecursionError) as error:
+    except OverflowError as error:
+        raise ValueError("cannot be stored: an integer needs more than 64 bits") from error
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"cannot be stored: {error}") from error
     return given
 

@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from contract.sessions import NewSession, OpeningFields, SessionView, SettledFields
+from proxy.api.openapi import Schemas
 from proxy.store.states import SessionInfo
 
 ROOT = Path(__file__).parents[2]
@@ -45,3 +48,10 @@ def test_a_field_that_is_asked_for_is_stored_and_shown() -> None:
     assert asked == {each.name for each in fields(OpeningFields)} | {"session_id", "replay"}
     assert asked <= stored
     assert {each.name for each in fields(SettledFields)} <= asked & shown
+
+
+def test_each_field_that_a_session_is_opened_with_is_described_with_its_limits_in_the_document() -> None:
+    """Most are inherited, and pydantic reads the docstrings of a class's own fields only."""
+    shown = TypeAdapter(NewSession).json_schema(schema_generator=Schemas)["properties"]
+    assert [name for name, field in shown.items() if "description" not in field] == []
+    assert (shown["group_size"]["minimum"], shown["group_size"]["maximum"]) == (1, 65536)
