@@ -156,14 +156,15 @@ def _explain_json(error: SettingsError) -> str:
 
 
 def _explain(problem: Any, flags: Container[str]) -> str:
-    name, *part = map(str, problem["loc"])
-    variable = "VERBATIM_" + name.upper() + ("_FILE" if part == ["file"] else "")
+    name = str(problem["loc"][0])
+    variable = "VERBATIM_" + name.upper()
     given_by = f"--{name.replace('_', '-')} (or {variable})" if name in flags else variable
     reason = problem["msg"].removeprefix("Value error, ")
     reason = reason[:1].lower() + reason[1:]
+    part = [each for each in problem["loc"][1:] if isinstance(each, str)]
     if name in SECRET:
-        return f"{variable} is invalid: {reason}"
-    return f"{given_by} {str(problem['input'])!r} is invalid: {reason}"
+        return f"{variable}{'_FILE' if part == ['file'] else ''} is invalid: {reason}"
+    return f"{given_by} {str(problem['input'])!r} is invalid: {': '.join([*part, reason])}"
 
 
 def engine_url(text: str) -> str:

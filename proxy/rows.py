@@ -81,7 +81,7 @@ def build_rows(
         calls,
         delivered=delivered,
         train_roles=roles,
-        train_inferred=settings.train_inferred,
+        train_inferred="inferred_side" in roles,
         logprob_modes=modes,
         session_id=info.session_id,
     )

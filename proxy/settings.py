@@ -28,6 +28,7 @@ from proxy.engine.wire.tls import build_client_tls
 from reconstruct.extras import how_to_install
 from reconstruct.roles import RoleRule
 
+TrainedRole = Literal["main", "subagent", "compaction", "side", "inferred_side"]
 LogprobMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 TrainedMode = Literal["raw", "processed", "masked", "unknown"]
 
@@ -90,6 +91,22 @@ class GivenToken(BaseModel, frozen=True):
         """Every token, that given by itself first. Raises ValueError for a file that cannot be read any more."""
         own = [self.token.get_secret_value()] if self.token else []
         return own + (tokens_in(self.file) if self.file is not None else [])
+
+
+class Kept(BaseModel, frozen=True, extra="forbid"):
+    """What is recorded for the trainer and no harness sees."""
+
+    top_logprobs: int = Field(default=0, ge=0, le=128)
+    prompt_logprobs: bool = False
+    routed_experts: bool = False
+
+
+class Admission(BaseModel, frozen=True, extra="forbid"):
+    """How far groups may run ahead: a group begun now may be leased at most `staleness` versions later, as estimated from the
+    `groups_per_version` that trainers take between two versions."""
+
+    staleness: int = Field(ge=0)
+    groups_per_version: int = Field(ge=1)
 
 
 class _Environment(EnvSettingsSource):
@@ -165,13 +182,11 @@ class Settings(BaseSettings):
     train_logprob_modes: list[TrainedMode] = Field(default_factory=lambda: list[TrainedMode](get_args(TrainedMode)))
     """What trained logprobs may have been taken from; calls of another mode are recorded and quarantined as `logprob_mode`. A lease may
     want fewer. Logits are never trained."""
-    keep_top_logprobs: int = Field(0, ge=0, le=128)
-    """How many of the most probable tokens to store for each sampled token, with their logprobs; a session's `sampling` may override it.
-    The engine must allow one more (vLLM's --max-logprobs)."""
-    keep_prompt_logprobs: bool = False
-    """Store the logprobs of prompts too. The engine then cannot use its prefix cache, and a reply arrives only when it is complete."""
-    keep_routed_experts: bool = False
-    """Store which experts each token was routed to, if the engine reports it (vLLM's --enable-return-routed-experts)."""
+    keep: Kept = Kept()
+    """What to store of every call besides the sampled tokens and their logprobs; a session's `sampling` has the same fields and wins.
+    {"top_logprobs": 5}: so many of the most probable tokens for each sampled one, of which the engine must allow one more (vLLM's
+    --max-logprobs). {"prompt_logprobs": true}: those of prompts; the engine then cannot use its prefix cache, and a reply arrives only
+    when it is complete. {"routed_experts": true}: where each token was routed to (vLLM's --enable-return-routed-experts)."""
 
     redis: Annotated[str | None, Flag("URL")] = None
     """The store, shared by all processes that serve the same sessions: redis://HOST:PORT/0 of a Redis 6.2 or newer,
@@ -244,11 +259,10 @@ class Settings(BaseSettings):
     templates refuse a later system message."""
     role_rules: list[RoleRule] = Field(default_factory=list)
     """Rules that assign a role to a call, tried before those of the session's harness and the built-in ones; see reconstruct/roles.py."""
-    train_roles: list[Role] = Field(default_factory=lambda: list[Role](("main", "subagent")))
-    """Roles that are trained; calls in other roles are exported with their role and quarantined."""
-    train_inferred: bool = True
-    """Whether to train a call that is only inferred to be a side call: one without tools that starts a separate conversation beside one
-    with tools. False: follow `train_roles` for `side`."""
+    train_roles: list[TrainedRole] = Field(default_factory=lambda: list[TrainedRole](("main", "subagent", "inferred_side")))
+    """Roles that are trained; calls in other roles are exported with their role and quarantined. inferred_side: calls that are only
+    inferred to be side calls, which means without tools, in a separate conversation beside one with tools. An inference can be wrong,
+    so they are trained by default."""
     keepalive_seconds: float = Field(10.0, ge=0)
     """A streaming harness that has received nothing for this long gets a typed keep-alive event. 0: never."""
     drain_seconds: float = Field(20.0, ge=0, allow_inf_nan=False)
@@ -284,12 +298,12 @@ class Settings(BaseSettings):
     """What a lease does with groups staler than its max_staleness: keep them for others, drop them, or deliver them flagged as stale."""
     max_undelivered_groups: int = Field(0, ge=0)
     """Groups that may be open, filling or ready at once; opening a session that would start another gets 429. 0: no limit."""
-    groups_per_version: int | None = Field(None, ge=1)
-    """The most groups that trainers take between two weight versions, including those acknowledged untrained; needed by
-    `admission_staleness`. If it is less than a step needs, trainer and rollouts can wait for each other for ever."""
-    admission_staleness: int | None = Field(None, ge=0)
-    """How many versions behind a group started now may be by the time it is leased, as estimated; opening a session that would start a
-    staler one gets 429. Unset: no limit. 0: all groups of a version are trained before the next starts."""
+    admission: Admission | None = None
+    """How far rollouts may run ahead of trainers: {"staleness": 1, "groups_per_version": 32}. `staleness` is how many versions behind a
+    group started now may be by the time it is leased, as estimated; opening a session that would start a staler one gets 429. 0: all
+    groups of a version are trained before the next starts. `groups_per_version` is the most groups that trainers take between two
+    versions, including those acknowledged untrained: if it is less than a step needs, trainer and rollouts can wait for each other for
+    ever. Unset: no limit."""
     admission_hold_seconds: float = Field(0.0, ge=0, le=3600)
     """How long a request to open a session is held before it gets that 429."""
     max_deliveries: int = Field(5, ge=1)
@@ -408,13 +422,6 @@ class Settings(BaseSettings):
         if port and port == others.data.get("port"):
             raise ValueError("harnesses are served there (VERBATIM_PORT): choose another, or leave it out to share the port")
         return port
-
-    @field_validator("admission_staleness")
-    @classmethod
-    def _check_admission(cls, most_behind: int | None, others: ValidationInfo) -> int | None:
-        if most_behind is not None and others.data.get("groups_per_version") is None:
-            raise ValueError("say how many groups the trainers take between two versions (VERBATIM_GROUPS_PER_VERSION)")
-        return most_behind
 
     @field_validator("retain_seconds", "retain_bytes")
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -113,8 +114,7 @@ class Plan:
             # The weights never get newer: a bound on versions would let no group in once the first ones were trained.
             return hold | {"VERBATIM_MAX_UNDELIVERED_GROUPS": str(self.groups * (self.max_staleness + 1))}
         return hold | {
-            "VERBATIM_ADMISSION_STALENESS": str(self.max_staleness),
-            "VERBATIM_GROUPS_PER_VERSION": str(self.groups),
+            "VERBATIM_ADMISSION": json.dumps({"staleness": self.max_staleness, "groups_per_version": self.groups}),
         }
 
     def empty_out(self) -> None:

@@ -1,7 +1,7 @@
 """Admission: which sessions may open while trainers lag behind.
 
 With `max_undelivered_groups` set, a session that would begin one group too many is refused until a group is leased. With
-`admission_staleness` set, a session whose group would be too stale by the time it is leased is refused until newer weights arrive or
+`admission` set, a session whose group would be too stale by the time it is leased is refused until newer weights arrive or
 fewer groups wait. Sessions that join an existing group are always admitted: otherwise the group could never become complete. All counts
 live in the store, so every process decides alike.
 """
@@ -28,7 +28,7 @@ async def open_session(services: Services, info: SessionInfo, hung_up: Callable[
     """False if the id is taken. Holds the session for at most `admission_hold_seconds`, then raises `Backpressure`. A session that is not
     trained is admitted at once."""
     settings = services.settings
-    if not info.trained or (not settings.max_undelivered_groups and settings.admission_staleness is None):
+    if not info.trained or (not settings.max_undelivered_groups and settings.admission is None):
         return await services.sessions.create(info)
     admission = await _wait_for_admission(services, info, hung_up)
     created = False
@@ -55,11 +55,10 @@ async def reclaim_places(services: Services, *, older_than_seconds: float = SWEE
 
 async def estimate_versions_ahead(services: Services) -> int | None:
     """How many versions behind a group begun now would probably be when it is leased. None without a limit on staleness."""
-    per_version = services.settings.groups_per_version
-    if services.settings.admission_staleness is None or per_version is None:
+    if (limit := services.settings.admission) is None:
         return None
     versions = await load_current_versions(services)
-    return await services.delivery.count_versions_ahead(versions.pop(DEFAULT_POLICY), per_version, versions)
+    return await services.delivery.count_versions_ahead(versions.pop(DEFAULT_POLICY), limit.groups_per_version, versions)
 
 
 async def load_current_versions(services: Services) -> dict[str, int]:
@@ -97,10 +96,10 @@ async def _wait_for_admission(services: Services, info: SessionInfo, hung_up: Ca
 
 async def _ask(services: Services, info: SessionInfo, *, again: bool) -> Admission:
     settings, freshness = services.settings, None
-    if settings.admission_staleness is not None and settings.groups_per_version is not None:
+    if settings.admission is not None:
         versions = await load_current_versions(services)
         version = versions.pop(DEFAULT_POLICY)
-        freshness = Freshness(version, settings.admission_staleness, settings.groups_per_version, versions)
+        freshness = Freshness(version, settings.admission.staleness, settings.admission.groups_per_version, versions)
     group, limit, defaults = group_ref(info), settings.max_undelivered_groups, build_group_defaults(settings)
     return await services.delivery.admit(
         group, info.session_id, limit, defaults, await services.clock.now(), freshness, again=again
@@ -108,10 +107,10 @@ async def _ask(services: Services, info: SessionInfo, *, again: bool) -> Admissi
 
 
 def _explain_refusal(services: Services, admission: Admission) -> str:
-    limit, ahead = services.settings.max_undelivered_groups, admission.versions_ahead
-    if limit and admission.undelivered >= limit:
+    settings, ahead = services.settings, admission.versions_ahead
+    if (limit := settings.max_undelivered_groups) and admission.undelivered >= limit:
         return f"{admission.undelivered} groups wait for a trainer, the limit is {limit}: retry after a group is leased"
     return (
         f"a group begun now would probably be {ahead} versions behind when it is leased, the limit is "
-        f"{services.settings.admission_staleness}: retry when there are newer weights"
+        f"{settings.admission and settings.admission.staleness}: retry when there are newer weights"
     )

@@ -391,7 +391,7 @@ def want_details(placed: Placed, settings: Settings) -> tuple[Placed, WantedDeta
     """The details to ask the engine for; of routed experts only those of positions that no record has. The prompt is then stored on the
     call that has the others, whatever is recorded meanwhile."""
     session, plan = placed.call.session, placed.plan
-    kept = {name: session.info.sampling.get(name, getattr(settings, f"keep_{name}")) for name in _KEPT}
+    kept = {name: session.info.sampling.get(name, getattr(settings.keep, name)) for name in _KEPT}
     wanted = WantedDetails(**kept)
     if not wanted.routed_experts or plan is None:
         return placed, wanted

@@ -172,6 +172,17 @@ def test_a_bad_environment_variable_is_named() -> None:
     assert "VERBATIM_KEEPALIVE_SECONDS 'soon' is invalid" in sentence and "--keepalive-seconds" not in sentence, "no flag"
 
 
+def test_a_part_of_a_setting_that_is_wrong_or_missing_is_named() -> None:
+    sentence = refused("serve", *ENGINE, code=2, VERBATIM_ADMISSION='{"staleness": 1}')
+    assert sentence.endswith("is invalid: groups_per_version: field required")
+    assert (
+        "VERBATIM_KEEP" in (told := refused("serve", *ENGINE, code=2, VERBATIM_KEEP='{"top_logprob": 5}'))
+        and "top_logprob:" in told
+    )
+    absent = refused("serve", *ENGINE, code=2, VERBATIM_ADMIN_TOKEN_FILE="nowhere")
+    assert absent.startswith("verbatim: VERBATIM_ADMIN_TOKEN_FILE is invalid: it cannot be read")
+
+
 @pytest.mark.parametrize(
     ("variable", "value"),
     [

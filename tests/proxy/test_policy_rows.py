@@ -177,7 +177,7 @@ def test_sessions_are_held_back_by_the_policy_that_lies_furthest_behind(
     engines: tuple[ScriptedEngine, ScriptedEngine], redis_url: str, tmp_path: Path
 ) -> None:
     with (
-        serving(engines, redis_url, admission_staleness=0, groups_per_version=1) as service,
+        serving(engines, redis_url, admission={"staleness": 0, "groups_per_version": 1}) as service,
         trainer(service) as client,
     ):
         of_both(service, "g1")

@@ -59,9 +59,14 @@ def running(redis_server: RedisServer) -> Iterator[Running]:
         ScriptedEngine("qwen3") as engine,
         RunningService(engine.url, redis_server.url, engine_api="token") as plain,
         RunningService(
-            engine.url, redis_server.url, engine_api="token", role_rules=RULES, train_roles=["main"], volatile_lines=STAMPS
+            engine.url,
+            redis_server.url,
+            engine_api="token",
+            role_rules=RULES,
+            train_roles=["main", "inferred_side"],
+            volatile_lines=STAMPS,
         ) as ruled,
-        RunningService(engine.url, redis_server.url, engine_api="token", train_inferred=False) as untrained,
+        RunningService(engine.url, redis_server.url, engine_api="token", train_roles=["main", "subagent"]) as untrained,
     ):
         yield engine, {"plain": plain, "ruled": ruled, "untrained": untrained}
 

@@ -142,8 +142,7 @@ def test_settings_of_another_service_in_the_environment_are_not_those_of_its_own
         "VERBATIM_REDIS_WAIT_REPLICAS": "1",
         "VERBATIM_REDIS_WAIT_AOF": "true",
         "VERBATIM_MAX_UNDELIVERED_GROUPS": "1",
-        "VERBATIM_GROUPS_PER_VERSION": "1",
-        "VERBATIM_ADMISSION_STALENESS": "0",
+        "VERBATIM_ADMISSION": '{"staleness": 0, "groups_per_version": 1}',
         "VERBATIM_RETAIN_WITHOUT_ARCHIVE": "true",
         "VERBATIM_RETAIN_SECONDS": "0.001",
     }

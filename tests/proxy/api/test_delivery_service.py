@@ -332,7 +332,7 @@ async def service(redis_url: str) -> Any:
 
 async def test_no_group_is_begun_that_would_be_too_old_when_it_is_leased(redis_url: str) -> None:
     """Two groups a version, at most one version behind, two proxies: four groups are let in, and two more per push."""
-    rules = {"groups_per_version": 2, "admission_staleness": 1}
+    rules = {"admission": {"groups_per_version": 2, "staleness": 1}}
     async with running(redis_url, **rules) as one, running(redis_url, **rules) as two:
         for number in range(4):
             await (one, two)[number % 2].finished(f"s{number}")
@@ -367,7 +367,7 @@ async def test_a_session_is_held_until_it_may_be_opened(
         while calls_of(redis_server, "evalsha") < goal:
             await asyncio.sleep(0.01)
 
-    rules = {"groups_per_version": 1, "admission_staleness": 0, "admission_hold_seconds": 600}
+    rules = {"admission": {"groups_per_version": 1, "staleness": 0}, "admission_hold_seconds": 600}
     async with running(redis_url, **rules) as service:
         await service.finished("s0")
         held = asyncio.create_task(service.admin.post("/sessions", json={"session_id": "s1"}))
@@ -384,7 +384,7 @@ async def test_a_session_is_held_until_it_may_be_opened(
 
 def test_a_held_session_whose_caller_hung_up_is_not_opened(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy.api.admission.RETRY_SECONDS", 0.05)
-    rules = {"groups_per_version": 1, "admission_staleness": 0, "admission_hold_seconds": 600}
+    rules = {"admission": {"groups_per_version": 1, "staleness": 0}, "admission_hold_seconds": 600}
     with RunningService(NO_ENGINE, redis_url, **rules) as service:
         finished(redis_url, service, "s0")
 
@@ -398,8 +398,8 @@ def test_a_held_session_whose_caller_hung_up_is_not_opened(redis_url: str, monke
 
 
 def test_a_staleness_without_the_size_of_a_version_is_refused() -> None:
-    with pytest.raises(ValueError, match="VERBATIM_GROUPS_PER_VERSION"):
-        Settings(admission_staleness=1)
+    with pytest.raises(ValueError, match=r"admission\.groups_per_version"):
+        Settings.model_validate({"admission": {"staleness": 1}})
 
 
 async def test_a_rollout_that_went_on_across_versions_is_as_old_as_its_oldest_span(redis_url: str) -> None:

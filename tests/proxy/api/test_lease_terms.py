@@ -239,7 +239,7 @@ def test_a_session_that_lost_more_than_its_group_allows_is_not_usable(
 
 def test_what_is_left_out_by_choice_is_not_lost(redis_url: str) -> None:
     judged = working("s", middle={"trainable": False, "quarantine_reason": "frozen_model"})
-    with serving(redis_url, max_quarantined_share=0.0, train_roles=["main"]) as service:
+    with serving(redis_url, max_quarantined_share=0.0, train_roles=["main", "inferred_side"]) as service:
         closed(service, redis_url, judged)
         assert [row["call_ids"] for row in leased(service, complete_only=True)["s"]] == [["c1", "c2", "c3"]]
 

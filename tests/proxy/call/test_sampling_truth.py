@@ -292,7 +292,7 @@ def test_a_service_can_keep_them_for_all_sessions_and_a_session_can_decline(
     engine: ScriptedEngine, own_redis: str, name: str
 ) -> None:
     setting: Any = TOP if name == "top_logprobs" else True
-    with RunningService(engine.url, own_redis, **{f"keep_{name}": setting}) as service:
+    with RunningService(engine.url, own_redis, keep={name: setting}) as service:
         kept, declined = service.session(), service.session(sampling={name: type(setting)(0)})
         for session in (kept, declined):
             session.ask("q")
