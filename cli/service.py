@@ -24,7 +24,7 @@ from cli.serving.workers import Workers
 from proxy.auth import Role, mint_token
 from proxy.errors import StoreUnavailable
 from proxy.memory import find_session_bytes
-from proxy.settings import GivenToken, Settings, list_variables
+from proxy.settings import GivenToken, RedisWait, Settings, list_variables
 from proxy.store.connection import StoreConnection
 from proxy.store.embedded import EmbeddedRedis, StoreStartError
 from proxy.store.service import NewerStore, check_level
@@ -178,9 +178,9 @@ def open_redis(settings: Settings) -> Iterator[tuple[str, Callable[[], None]]]:
         _check_store(settings, settings.redis)
         yield settings.redis, lambda: None
         return
-    if settings.redis_wait_replicas or settings.redis_wait_aof:
+    if settings.redis_wait != RedisWait():
         raise CommandError(
-            "the embedded Redis has no replicas and no WAITAOF: unset VERBATIM_REDIS_WAIT_REPLICAS and VERBATIM_REDIS_WAIT_AOF; "
+            "the embedded Redis has no replicas and no WAITAOF: unset VERBATIM_REDIS_WAIT; "
             "--fsync always acknowledges nothing that is not on disk",
             exit_code=2,
         )

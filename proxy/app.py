@@ -37,7 +37,7 @@ from proxy.engine.pool.pool import EnginePool
 from proxy.engine.weights.keeper import WeightMetrics
 from proxy.engine.weights.push import WeightUpdater
 from proxy.errors import StoreUnavailable
-from proxy.limits import USUAL, Limits
+from proxy.limits import USUAL, ProcessLimits
 from proxy.memory import find_session_bytes
 from proxy.metrics import Metrics
 from proxy.outbound import Outbound
@@ -71,7 +71,7 @@ Adding = Callable[[Services, Application], Addition]
 """Builds an addition from the process's services and the control app."""
 
 
-def create_app(settings: Settings, *adding: Adding, limits: Limits = USUAL) -> HarnessApp:
+def create_app(settings: Settings, *adding: Adding, limits: ProcessLimits = USUAL) -> HarnessApp:
     """The ASGI application of one process."""
     _read_install()
     store = StoreConnection.to(settings, settings.redis, limits.redis_timeout_seconds)
@@ -107,7 +107,7 @@ def build_control_router() -> APIRouter:
     return router
 
 
-def build_services(settings: Settings, store: StoreConnection, limits: Limits = USUAL) -> Services:
+def build_services(settings: Settings, store: StoreConnection, limits: ProcessLimits = USUAL) -> Services:
     """What one process shares between its two sides, not yet started."""
     engines, metrics = EngineStore(store), Metrics()
     renderer = LocalRenderer(settings.renderer, settings.renderer_options)
@@ -211,7 +211,7 @@ async def _sweep_forever(services: Services) -> None:
             await reclaim_places(services)
             settings = services.settings
             await services.delivery.tend(
-                build_group_defaults(settings), settings.group_timeout_seconds, await services.clock.now()
+                build_group_defaults(settings), settings.group.timeout_seconds, await services.clock.now()
             )
             services.metrics.note_sweep("sessions")
         except StoreUnavailable as error:

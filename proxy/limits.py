@@ -1,4 +1,4 @@
-"""Bounds of one process that no operator has had a reason to set. Tests give others: `create_app(settings, limits=Limits(...))`."""
+"""Bounds of one process that no operator has had a reason to set. Tests give others: `create_app(settings, limits=...)`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from proxy.store.connection import REPLY_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ProcessLimits:
     engine_timeout_seconds: float = 3600.0
     """How long an engine may send nothing during a call. A whole reply of 100,000 tokens takes an hour at 30 tokens a second; an engine
     that hangs is found sooner, by `engine_stall_seconds`."""
@@ -33,4 +33,4 @@ class Limits:
     """Whether a call reads only what its body adds to the session's last ones. Off, each is read in full: the same tokens, more slowly."""
 
 
-USUAL = Limits()
+USUAL = ProcessLimits()

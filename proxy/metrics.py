@@ -62,7 +62,7 @@ class StoredGroups(Collector):
             free.add_metric([], self.free_bytes)
         yield free
         if self.versions_ahead is not None:
-            text = "Shared: versions until a group begun now is leased; only with admission_staleness."
+            text = "Shared: versions until a group begun now is leased; only with admission."
             yield GaugeMetricFamily("verbatim_admission_versions_ahead", text, value=self.versions_ahead)
 
 

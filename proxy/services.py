@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from proxy.engine.apis.renderer import LocalRenderer
     from proxy.engine.pool.pool import EnginePool
     from proxy.engine.weights.push import WeightUpdater
-    from proxy.limits import Limits
+    from proxy.limits import ProcessLimits
     from proxy.metrics import Metrics
     from proxy.outbound import Outbound
     from proxy.settings import Settings
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class Services:
     settings: Settings
-    limits: Limits
+    limits: ProcessLimits
     tokens: Tokens
     slots: CallSlots
     rate: CallRate

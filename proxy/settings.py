@@ -101,12 +101,29 @@ class Kept(BaseModel, frozen=True, extra="forbid"):
     routed_experts: bool = False
 
 
-class Admission(BaseModel, frozen=True, extra="forbid"):
+class AdmissionLimit(BaseModel, frozen=True, extra="forbid"):
     """How far groups may run ahead: a group begun now may be leased at most `staleness` versions later, as estimated from the
     `groups_per_version` that trainers take between two versions."""
 
     staleness: int = Field(ge=0)
     groups_per_version: int = Field(ge=1)
+
+
+class GroupSettings(BaseModel, frozen=True, extra="forbid"):
+    """How groups are delivered whose sessions say nothing else."""
+
+    policy: Literal["require_all", "allow_partial", "drop"] = "require_all"
+    minimum: int = Field(default=1, ge=1)
+    zero_variance: Literal["keep", "drop"] = "keep"
+    max_quarantined_share: float | None = Field(default=None, ge=0, le=1)
+    timeout_seconds: float = Field(default=86400.0, ge=0, allow_inf_nan=False)
+
+
+class RedisWait(BaseModel, frozen=True, extra="forbid"):
+    """What a write must have reached before it counts."""
+
+    replicas: int = Field(default=0, ge=0)
+    aof: bool = False
 
 
 class _Environment(EnvSettingsSource):
@@ -195,10 +212,9 @@ class Settings(BaseSettings):
     redis_retry_seconds: float = Field(10.0, ge=0)
     """How long to retry storing the record of a finished call while Redis restarts or fails over; then the call fails. At start the
     service waits this long for Redis."""
-    redis_wait_replicas: int = Field(0, ge=0)
-    """Replicas that must have a record, a close or an acknowledgement before it counts (WAIT)."""
-    redis_wait_aof: bool = False
-    """Whether they must also be on disk on the primary and on that many replicas (WAITAOF, Redis 7.2 or newer)."""
+    redis_wait: RedisWait = RedisWait()
+    """What must have a record, a close or an acknowledgement before it counts. {"replicas": 1}: so many replicas (WAIT). {"aof": true}: the
+    disk of the primary, and those of as many replicas (WAITAOF, Redis 7.2 or newer)."""
     data_dir: Annotated[Path, Flag("DIR")] = Path("verbatim-data")
     """Folder for the append-only file of the embedded Redis; sessions survive a restart with the same one. One service per folder."""
     fsync: Annotated[Literal["everysec", "always"], Flag()] = "everysec"
@@ -279,26 +295,20 @@ class Settings(BaseSettings):
     close_wait_seconds: float = Field(10.0, ge=0)
     """When a session is closed or deleted, how long its calls in flight, in all processes, may take to end and be recorded."""
 
-    group_policy: Literal["require_all", "allow_partial", "drop"] = "require_all"
-    """When a group is delivered: all members usable (require_all), at least `group_minimum` usable (allow_partial), or drop it when any
-    member failed (drop)."""
-    group_minimum: int = Field(1, ge=1)
-    """Usable members that allow_partial requires."""
-    zero_variance: Literal["keep", "drop"] = "keep"
-    """Whether to deliver groups whose rewards are all equal."""
-    max_quarantined_share: float | None = Field(None, ge=0, le=1)
-    """Largest share of a session's sampled tokens that may be quarantined for it to be usable in its group, not counting roles and models
-    that are not trained. A session may override it. Unset: any share."""
+    group: GroupSettings = GroupSettings()
+    """When a group is delivered; the fields of a task's `group`, which win, and `timeout_seconds`. `policy`: all members usable
+    (require_all), at least `minimum` usable (allow_partial), or drop it when any member failed (drop). `zero_variance`: keep or drop groups
+    whose rewards are all equal. `max_quarantined_share`: the largest share of a session's sampled tokens that may be quarantined for it
+    to be usable, not counting roles and models that are not trained; null: any. `timeout_seconds`: how long an incomplete group waits for
+    its next member, 0 for ever; then require_all makes it a dead letter, drop drops it, and allow_partial delivers the members there are
+    if `minimum` of them are usable."""
     solved_reward: float = Field(1.0, allow_inf_nan=False)
     """The reward from which on the numbers of the run count a session as solved."""
-    group_timeout_seconds: float = Field(86400.0, ge=0, allow_inf_nan=False)
-    """How long an incomplete group waits for its next member. 0: for ever. Then require_all makes it a dead letter, drop drops it, and
-    allow_partial delivers the members there are if `group_minimum` members are usable."""
     stale_groups: Literal["keep", "drop", "flag"] = "keep"
     """What a lease does with groups staler than its max_staleness: keep them for others, drop them, or deliver them flagged as stale."""
     max_undelivered_groups: int = Field(0, ge=0)
     """Groups that may be open, filling or ready at once; opening a session that would start another gets 429. 0: no limit."""
-    admission: Admission | None = None
+    admission: AdmissionLimit | None = None
     """How far rollouts may run ahead of trainers: {"staleness": 1, "groups_per_version": 32}. `staleness` is how many versions behind a
     group started now may be by the time it is leased, as estimated; opening a session that would start a staler one gets 429. 0: all
     groups of a version are trained before the next starts. `groups_per_version` is the most groups that trainers take between two

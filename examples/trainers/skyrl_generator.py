@@ -50,7 +50,7 @@ class VerbatimGenerator:
             raise ValueError(
                 f"SkyRL asked for step {step} again without training on the groups it has, which would now be acknowledged: set "
                 "trainer.algorithm.dynamic_sampling.type=null and trainer.eval_interval=-1. To leave out groups whose rewards are all "
-                "equal, set VERBATIM_ZERO_VARIANCE=drop for the service"
+                "equal, set zero_variance: drop in VERBATIM_GROUP of the service"
             )
         if before is None or self._exports is None:
             return None

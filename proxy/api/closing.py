@@ -116,7 +116,7 @@ async def fill_group(services: Services, state: SessionState) -> str:
 
 
 def build_group_defaults(settings: Settings) -> GroupDefaults:
-    return GroupDefaults(settings.group_policy, settings.group_minimum, settings.zero_variance)
+    return GroupDefaults(settings.group.policy, settings.group.minimum, settings.group.zero_variance)
 
 
 def group_ref(info: SessionInfo) -> str:
@@ -244,7 +244,7 @@ async def _build_member(services: Services, state: SessionState) -> tuple[GroupM
 def _keeps_enough(services: Services, state: SessionState, built: rows.Built) -> bool:
     """Whether no more of the sampled tokens is quarantined than the session's group allows."""
     own = state.info.max_quarantined_share
-    limit = services.settings.max_quarantined_share if own is None else own
+    limit = services.settings.group.max_quarantined_share if own is None else own
     lost = measure_lost_share(built.settled, built.accounting)
     if limit is None or lost <= limit:
         return True

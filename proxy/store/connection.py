@@ -55,7 +55,7 @@ REFUSALS = {
     "MISCONF": "cannot write to its disk (MISCONF): make room there, or see its log",
     "NOPERM": "forbids its user a command that the service needs (NOPERM)",
     "NOAUTH": "refuses the login (NOAUTH): correct user and password in its URL",
-    "WAITAOF": "cannot say what is on its disk: it refuses WAITAOF, which redis_wait_aof needs",
+    "WAITAOF": "cannot say what is on its disk: it refuses WAITAOF, which redis_wait needs",
     "LOADING": "is loading its file (LOADING)",
     "READONLY": "is a replica now (READONLY)",
     "MASTERDOWN": "has lost its master (MASTERDOWN)",
@@ -162,8 +162,8 @@ class StoreConnection:
             url,
             timeout_seconds=timeout_seconds,
             patience_seconds=settings.redis_retry_seconds,
-            wait_replicas=settings.redis_wait_replicas,
-            wait_aof=settings.redis_wait_aof,
+            wait_replicas=settings.redis_wait.replicas,
+            wait_aof=settings.redis_wait.aof,
         )
 
     async def run(
@@ -423,14 +423,14 @@ class StoreConnection:
             raise Lasting(f"the Redis at {self.place} is version {version}; 6.2 or newer is needed")
         if self._wait_aof and number < (7, 2):
             raise Lasting(
-                f"the Redis at {self.place} is version {version} and knows no WAITAOF (7.2 or newer), which redis_wait_aof needs; "
+                f"the Redis at {self.place} is version {version} and knows no WAITAOF (7.2 or newer), which redis_wait needs; "
                 "use appendfsync always instead"
             )
         if self._wait_aof and not facts.get("aof_enabled"):
-            raise Lasting(f"the Redis at {self.place} keeps no append-only file, which redis_wait_aof needs")
+            raise Lasting(f"the Redis at {self.place} keeps no append-only file, which redis_wait needs")
         if int(facts.get("connected_slaves", 0)) < self._wait_replicas:
             raise StoreUnavailable(
-                f"the Redis at {self.place} has {facts.get('connected_slaves', 0)} replicas; redis_wait_replicas asks for "
+                f"the Redis at {self.place} has {facts.get('connected_slaves', 0)} replicas; redis_wait asks for "
                 f"{self._wait_replicas}"
             )
         if not facts.get("aof_enabled"):

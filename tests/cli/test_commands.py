@@ -187,7 +187,6 @@ def test_a_part_of_a_setting_that_is_wrong_or_missing_is_named() -> None:
     ("variable", "value"),
     [
         ("VERBATIM_MAX_DELIVERIES", "0"),
-        ("VERBATIM_GROUP_MINIMUM", "0"),
         ("VERBATIM_KEEPALIVE_SECONDS", "-1"),
         ("VERBATIM_DRAIN_SECONDS", "inf"),
         ("VERBATIM_DRAIN_SECONDS", "-1"),

@@ -27,7 +27,7 @@ from proxy.engine.replica import Health, Replica
 from proxy.engine.wire.connections import open_channels, open_session
 from proxy.engine.wire.http import EngineHttp
 from proxy.errors import EngineUnavailable, StoreUnavailable, VerbatimError
-from proxy.limits import USUAL, Limits
+from proxy.limits import USUAL, ProcessLimits
 from proxy.metrics import Metrics
 from proxy.settings import Settings
 from proxy.store.service import EngineStore
@@ -50,7 +50,7 @@ class EnginePool:
         resolver: Resolver = resolve_with_system,
         metrics: Metrics | None = None,
         renderer: LocalRenderer | None = None,
-        limits: Limits = USUAL,
+        limits: ProcessLimits = USUAL,
     ) -> None:
         self._settings = settings
         self._limits = limits

@@ -10,7 +10,7 @@ import aiohttp
 from proxy.engine.apis.probe import trace_connections
 from proxy.engine.wire.channels import Channels
 from proxy.engine.wire.tls import build_client_tls
-from proxy.limits import USUAL, Limits
+from proxy.limits import USUAL, ProcessLimits
 from proxy.settings import Settings, find_collector
 from proxy.timeline import carried
 
@@ -22,7 +22,7 @@ _PROBE_EVERY_SECONDS = 10
 _PROBES = 3
 
 
-def open_session(settings: Settings, limits: Limits = USUAL) -> aiohttp.ClientSession:
+def open_session(settings: Settings, limits: ProcessLimits = USUAL) -> aiohttp.ClientSession:
     """A session for probes or weights, with the engines' API key and no limit on connections."""
     key = settings.find_engine_key()
     return aiohttp.ClientSession(
@@ -37,7 +37,7 @@ def open_session(settings: Settings, limits: Limits = USUAL) -> aiohttp.ClientSe
     )
 
 
-def open_channels(settings: Settings, limits: Limits = USUAL) -> Channels:
+def open_channels(settings: Settings, limits: ProcessLimits = USUAL) -> Channels:
     """The connections for calls, with the same key and timeouts."""
     return Channels(
         settings.find_engine_key(),

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from cli.serving.connection import BODY_GRACE_SECONDS, HttpConnection, HttpTimeouts
-from proxy.limits import Limits
+from proxy.limits import ProcessLimits
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
 from tests.support.service.verbatim_process import ADMIN, Serving, wait_until
@@ -203,7 +203,7 @@ def test_a_body_that_comes_byte_by_byte_is_given_up(hasty: RunningService) -> No
 
 def test_a_connection_whose_body_is_never_whole_is_cut_whatever_the_application_does(redis_url: str) -> None:
     """The application has its own time first, and then some to answer."""
-    assert HttpTimeouts().body_seconds == Limits().body_timeout_seconds + BODY_GRACE_SECONDS
+    assert HttpTimeouts().body_seconds == ProcessLimits().body_timeout_seconds + BODY_GRACE_SECONDS
     hasty = partial(HttpConnection, patience=HttpTimeouts(body_seconds=SECONDS))
     with RunningService(NOWHERE, redis_url, protocol=hasty, body_timeout_seconds=600) as service:
         key = f"Authorization: Bearer {service.session().api_key}"

@@ -437,7 +437,7 @@ async def test_a_reward_is_a_finite_number(service: Service, body: bytes) -> Non
 
 
 async def test_a_session_that_failed_or_sampled_nothing_is_no_usable_member(redis_url: str) -> None:
-    async with running(redis_url, group_policy="allow_partial", group_minimum=1) as service:
+    async with running(redis_url, group={"policy": "allow_partial", "minimum": 1}) as service:
         group = {"group_id": "g", "group_size": 3}
         await service.finished("good", **group)
         await service.session("empty", **group)

@@ -277,7 +277,7 @@ def test_the_running_service_looks_for_places_that_nobody_holds(redis_url: str, 
 
 
 def test_a_group_that_nobody_completes_is_given_up_by_the_running_service(redis_url: str, swept_often: None) -> None:
-    with RunningService(NO_ENGINE, redis_url, group_timeout_seconds=0.2) as service:
+    with RunningService(NO_ENGINE, redis_url, group={"timeout_seconds": 0.2}) as service:
         finished(redis_url, service, "s0", group_id="g", group_size=2)
 
         def dead() -> list[Any]:
@@ -297,7 +297,7 @@ async def test_a_group_whose_member_failed_follows_its_policy(
     redis_url: str, policy: str, state: str, delivered: list[str]
 ) -> None:
     """Waiting for a replacement, delivered without it, or dropped."""
-    async with running(redis_url, group_policy=policy) as service:
+    async with running(redis_url, group={"policy": policy}) as service:
         group = {"group_id": "g", "group_size": 2}
         await service.finished("good", **group)
         await service.session("bad", 7, **group)

@@ -231,7 +231,7 @@ def test_a_session_that_lost_more_than_its_group_allows_is_not_usable(
     redis_url: str, of_service: float | None, of_session: float | None, usable: bool
 ) -> None:
     """One token of five is lost."""
-    with serving(redis_url, max_quarantined_share=of_service) as service:
+    with serving(redis_url, group={"max_quarantined_share": of_service}) as service:
         rule = {} if of_session is None else {"max_quarantined_share": of_session}
         closed(service, redis_url, working("s", middle=UNTRAINED), group_policy="drop", **rule)
         assert (leased(service).keys() == {"s"}) == usable
@@ -239,7 +239,7 @@ def test_a_session_that_lost_more_than_its_group_allows_is_not_usable(
 
 def test_what_is_left_out_by_choice_is_not_lost(redis_url: str) -> None:
     judged = working("s", middle={"trainable": False, "quarantine_reason": "frozen_model"})
-    with serving(redis_url, max_quarantined_share=0.0, train_roles=["main", "inferred_side"]) as service:
+    with serving(redis_url, group={"max_quarantined_share": 0.0}, train_roles=["main", "inferred_side"]) as service:
         closed(service, redis_url, judged)
         assert [row["call_ids"] for row in leased(service, complete_only=True)["s"]] == [["c1", "c2", "c3"]]
 

@@ -31,7 +31,7 @@ def test_leases_and_groups_outlive_a_service_whose_clock_is_days_off(
     """A clock that was two hours ahead took another's lease, and one two days ahead made a dead letter of half a group."""
     monkeypatch.setattr(closing, "SWEEP_SECONDS", 0.05)
     own = time.time
-    with RunningService(engine.url, redis_url, group_timeout_seconds=3600.0) as service:
+    with RunningService(engine.url, redis_url, group={"timeout_seconds": 3600.0}) as service:
         group = {"group_id": "half", "group_size": 2}
         first, second = service.session(**group), service.session(**group)
         first.ask("q")
@@ -45,7 +45,7 @@ def test_leases_and_groups_outlive_a_service_whose_clock_is_days_off(
         assert abs(lease["expires_at"] - own() - 600) < 60
 
         monkeypatch.setattr(time, "time", lambda: own() + apart)
-        with RunningService(engine.url, redis_url, group_timeout_seconds=3600.0, session_idle_seconds=3600.0) as off:
+        with RunningService(engine.url, redis_url, group={"timeout_seconds": 3600.0}, session_idle_seconds=3600.0) as off:
             services = off._server.config.app._services  # type: ignore[union-attr]
             swept: list[int] = []
             tend = services.delivery.tend

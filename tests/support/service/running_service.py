@@ -17,7 +17,7 @@ from openai import OpenAI
 from pydantic import SecretStr
 
 from proxy.app import Adding, create_app
-from proxy.limits import Limits
+from proxy.limits import ProcessLimits
 from proxy.settings import Settings
 from tests.support.service.prompt_server import PromptServer
 from tests.support.service.verbatim_process import ADMIN, NODE, TRAINER, wait_until
@@ -45,7 +45,9 @@ class RunningService:
         tokens = {"admin_token": SecretStr(ADMIN), "trainer_token": SecretStr(TRAINER), "node_token": SecretStr(NODE)}
         # A service serves once it has met its engines, and after a while also without them: on a slow machine too early for a test.
         kept = {**tokens, "drain_seconds": 2.0, "engine_connect_seconds": 60.0, **settings}
-        self.limits = Limits(**{field.name: kept.pop(field.name) for field in fields(Limits) if field.name in kept})
+        self.limits = ProcessLimits(
+            **{field.name: kept.pop(field.name) for field in fields(ProcessLimits) if field.name in kept}
+        )
         self.settings = Settings(engine=engines, redis=redis_url, **kept)
         self.url = ""
         self._protocol, self._send_bytes, self._grace_seconds = protocol, send_bytes, grace_seconds

@@ -16,7 +16,7 @@ from proxy.engine.pool.pool import EnginePool
 from proxy.engine.pool.seats import Caller
 from proxy.engine.replica import Replica
 from proxy.errors import Conflict, EngineUnavailable
-from proxy.limits import Limits
+from proxy.limits import ProcessLimits
 from proxy.settings import Settings
 from proxy.store.connection import StoreConnection
 from proxy.store.keys import ENGINES
@@ -45,7 +45,7 @@ class Names:
 async def pool_of(
     *engines: str, resolver: Any = resolve_with_system, store: EngineStore | None = None
 ) -> AsyncIterator[EnginePool]:
-    pool = EnginePool(Settings(engine=list(engines)), store, resolver, limits=Limits(engine_watch_seconds=0.05))
+    pool = EnginePool(Settings(engine=list(engines)), store, resolver, limits=ProcessLimits(engine_watch_seconds=0.05))
     await pool.start()
     try:
         yield pool
