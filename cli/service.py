@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -34,16 +35,22 @@ log = logging.getLogger(__name__)
 
 SHORT_TOKEN = 16
 """Warn of tokens with fewer characters."""
-SIMILARITY = 0.92
-"""Names at least this similar to a setting's count as misspellings of it."""
+SIMILARITY = 0.85
+"""Names at least this similar to a setting's are misspellings of it: of those of other parts none is so near."""
+OF_OTHERS = re.compile(
+    "VERBATIM_(URL|HARNESS_URL|HARNESSES|CGROUP|INSTALLS_KEPT|NODE_(DIR|NAME)|(LOCAL|CONTAINER|APPTAINER|KUBERNETES|EVALUATOR)_.*)"
+)
+"""Variables of commands, nodes and runtimes."""
+SERVICE_LINK = re.compile(r"VERBATIM_.*(SERVICE_HOST|SERVICE_PORT\w*|PORT(_\d+_(TCP|UDP)\w*)?)")
+"""What Kubernetes tells pods of a Service whose name begins so."""
 
 
 def run(settings: Settings, workers: int, log_level: str) -> None:
     """Serve until SIGTERM or Ctrl-C, then return with everything stopped. Raises `CommandError` if it cannot start."""
     raise_on_stop_signals()
     raise_descriptor_limit()
-    for name, meant in find_misspelt(os.environ):
-        log.warning("%s is not a setting and has no effect: did you mean %s?", name, meant)
+    for name, near in find_unknown(os.environ):
+        log.warning("%s is not a setting and has no effect%s", name, f": did you mean {near}?" if near else "")
     load_certificate(settings)
     warn_of_weak_tokens(settings)
     with ExitStack() as stack:
@@ -90,11 +97,13 @@ def warn_of_weak_tokens(settings: Settings) -> None:
             log.warning("an admin token is also %s: its holder has admin rights", name)
 
 
-def find_misspelt(names: Iterable[str]) -> list[tuple[str, str]]:
-    """The names that look like a misspelt setting of the service, each with that setting."""
+def find_unknown(names: Iterable[str]) -> list[tuple[str, str]]:
+    """The variables of the project that nothing reads, each with the setting of the most similar name, or ""."""
     settings = [name for of in (Settings, RolloutSettings) for each in list_variables(of).values() for name in each]
     strange = sorted(name for name in names if name.startswith("VERBATIM_") and name not in settings)
-    return [(name, near[0]) for name in strange if (near := get_close_matches(name, settings, n=1, cutoff=SIMILARITY))]
+    nearest = {name: next(iter(get_close_matches(name, settings, n=1, cutoff=SIMILARITY)), "") for name in strange}
+    found = {name: near for name, near in nearest.items() if not OF_OTHERS.fullmatch(name)}
+    return [(name, near) for name, near in found.items() if near or not SERVICE_LINK.fullmatch(name)]
 
 
 # The start-up banner

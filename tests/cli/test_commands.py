@@ -16,7 +16,7 @@ from typer.main import get_command
 
 from cli.main import app
 from cli.node import make_logs_folder
-from cli.service import find_misspelt
+from cli.service import find_unknown
 from cli.tables import make_table
 from proxy.settings import Flag, Settings
 from tests.support.documents.settings_in_code import variables
@@ -199,10 +199,15 @@ def test_a_setting_that_can_only_break_the_service_is_refused(variable: str, val
     assert refused("serve", *ENGINE, code=2, **{variable: value}).startswith(f"verbatim: {variable} {value!r} is invalid")
 
 
-def test_a_setting_that_is_misspelt_is_warned_of_and_no_variable_of_another_part_is_taken_for_one() -> None:
-    assert find_misspelt(variables()) == []
-    assert find_misspelt(["VERBATIM_DRAIN_SECOND", "VERBATIM_PROXY_PORT"]) == [
-        ("VERBATIM_DRAIN_SECOND", "VERBATIM_DRAIN_SECONDS")
+def test_a_variable_that_nothing_reads_is_warned_of_and_none_of_another_part_is() -> None:
+    assert find_unknown(variables()) == []
+    links = [
+        f"VERBATIM_PROXY_{end}" for end in ("PORT", "SERVICE_HOST", "SERVICE_PORT_HTTP", "PORT_8700_TCP", "PORT_8700_TCP_ADDR")
+    ]
+    assert find_unknown(["VERBATIM_DRAIN_SECOND", "VERBATIM_ADMIN_TOKENS", "VERBATIM_TRACE_RATIO", *links]) == [
+        ("VERBATIM_ADMIN_TOKENS", "VERBATIM_ADMIN_TOKEN"),
+        ("VERBATIM_DRAIN_SECOND", "VERBATIM_DRAIN_SECONDS"),
+        ("VERBATIM_TRACE_RATIO", ""),
     ]
     args = ("serve", *ENGINE, "--tls-cert", "none.crt", "--tls-key", "none.key")
     assert "VERBATIM_DRAIN_SECOND is not a setting" in verbatim(*args, VERBATIM_DRAIN_SECOND="5").stderr
