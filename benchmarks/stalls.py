@@ -39,9 +39,7 @@ LEASES = {
     "lease, msgpack": "application/msgpack",
     "lease, JSON": "application/json",
 }
-RETENTION = {
-    "VERBATIM_RETAIN_SECONDS": "1",
-}
+KEPT_SECONDS = 1
 """A session goes as soon as no trainer will get it."""
 NAMED = 3
 """Slow turns of a phase of which the stacks are told."""
@@ -78,7 +76,7 @@ def run(quick: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="verbatim-benchmark-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         turns, asked = folder / "turns", folder / "asked"
-        env = RETENTION | {"VERBATIM_ARCHIVE_DIR": str(folder / "archive")}
+        env = {"VERBATIM_RETENTION": json.dumps({"seconds": KEPT_SECONDS, "archive_dir": str(folder / "archive")})}
         argv = ("-m", "benchmarks.watched_service", str(turns))
         with (
             fast_engine("--tokens", str(SAMPLED_TOKENS)) as engine,

@@ -32,7 +32,7 @@ from reconstruct.trajectory import encode_accounting, encode_row
 log = logging.getLogger(__name__)
 
 LEAST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 900.0
-"""Between two looks, a tenth of `retain_seconds` within these. Each look that finds something writes a part of the archive, and parts
+"""Between two looks, a tenth of `seconds` within these. Each look that finds something writes a part of the archive, and parts
 should be few."""
 LOCK_SECONDS = 120.0
 LOOKED_AT = 64
@@ -62,10 +62,10 @@ class Retention:
 
     async def run(self) -> None:
         """Clears again and again until cancelled; returns at once when no limit is set."""
-        if self._settings.retain_seconds is None and self._settings.retain_bytes is None:
+        if self._settings.retention.seconds is None and self._settings.retention.bytes is None:
             return
         self._services.metrics.note_sweep("retention")
-        pause = min(max(LEAST_PAUSE_SECONDS, (self._settings.retain_seconds or math.inf) / 10), LONGEST_PAUSE_SECONDS)
+        pause = min(max(LEAST_PAUSE_SECONDS, (self._settings.retention.seconds or math.inf) / 10), LONGEST_PAUSE_SECONDS)
         while True:
             await asyncio.sleep(pause)
             try:
@@ -98,9 +98,9 @@ class Retention:
 
     async def _find_due(self) -> AsyncIterator[list[SessionState]]:
         """Batches of sessions that may and should go, oldest first."""
-        limit = self._settings.retain_bytes
+        limit = self._settings.retention.bytes
         excess = 0 if limit is None else await self._store.measure_memory() - limit
-        closed_before = await self._services.clock.now() - (self._settings.retain_seconds or float("inf"))
+        closed_before = await self._services.clock.now() - (self._settings.retention.seconds or float("inf"))
         cursor, batch = None, []
         while members := await self._store.list_oldest(cursor, LOOKED_AT):
             cursor = members[-1]
@@ -155,7 +155,7 @@ class Retention:
     async def _clear(self, batch: list[SessionState], cleared: Cleared) -> bool:
         """Archives and deletes the batch; False when the lock was lost meanwhile: then nothing more may be done."""
         states = await self._fix_rewards(batch)
-        folder = self._settings.archive_dir
+        folder = self._settings.retention.archive_dir
         if folder is not None:
             writer = ArchiveWriter(folder, known=self._known)
             await asyncio.to_thread(writer.__enter__)

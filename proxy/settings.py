@@ -126,6 +126,29 @@ class RedisWait(BaseModel, frozen=True, extra="forbid"):
     aof: bool = False
 
 
+class RetentionSettings(BaseModel, frozen=True, extra="forbid"):
+    """When closed sessions are deleted, and what becomes of them before."""
+
+    archive_dir: Path | None = None
+    without_archive: bool = False
+    seconds: float | None = Field(default=None, gt=0)
+    bytes: int | None = Field(default=None, gt=0)
+
+    @field_validator("seconds", "bytes")
+    @classmethod
+    def _check_limit(cls, limit: float | None, others: ValidationInfo) -> float | None:
+        if limit is not None and others.data.get("archive_dir") is None and not others.data.get("without_archive"):
+            raise ValueError("it deletes sessions: say where they are archived (archive_dir), or set without_archive to true")
+        return limit
+
+    @field_validator("archive_dir")
+    @classmethod
+    def _check_archive_dir(cls, folder: Path | None) -> Path | None:
+        if folder is not None and find_spec("pyarrow") is None:
+            raise ValueError(f"pyarrow is missing: {how_to_install('archive')}")
+        return folder
+
+
 class _Environment(EnvSettingsSource):
     """The variables of the settings; those of a token and of its file make one."""
 
@@ -319,15 +342,10 @@ class Settings(BaseSettings):
     max_deliveries: int = Field(5, ge=1)
     """Deliveries of one group before it becomes a dead letter."""
 
-    archive_dir: Path | None = None
-    """Folder where retention archives sessions before it deletes them, as `verbatim import` reads them. Needs pyarrow."""
-    retain_without_archive: bool = False
-    """Let retention delete sessions that are not archived."""
-    retain_seconds: float | None = Field(None, gt=0)
-    """How long to keep a closed session. Unset: for ever. A session that is open, leased, or whose group may still be delivered is never
-    deleted."""
-    retain_bytes: int | None = Field(None, gt=0)
-    """Memory that the store may use before the oldest closed sessions are deleted, with the same exceptions. Unset: all it has."""
+    retention: RetentionSettings = RetentionSettings()
+    """What happens to closed sessions, of which none is deleted that is leased or whose group may still be delivered. `seconds`: how long to
+    keep one. `bytes`: memory that the store may use before the oldest are deleted. Neither: all are kept for ever. `archive_dir`: a folder
+    where they are archived before, as `verbatim import` reads them; needs pyarrow. `without_archive`: true deletes without one."""
 
     log_calls: Annotated[bool, Flag()] = False
     """Log one line per call: session, outcome and times, never content."""
@@ -432,20 +450,3 @@ class Settings(BaseSettings):
         if port and port == others.data.get("port"):
             raise ValueError("harnesses are served there (VERBATIM_PORT): choose another, or leave it out to share the port")
         return port
-
-    @field_validator("retain_seconds", "retain_bytes")
-    @classmethod
-    def _check_retention(cls, limit: float | None, others: ValidationInfo) -> float | None:
-        if limit is not None and others.data.get("archive_dir") is None and not others.data.get("retain_without_archive"):
-            raise ValueError(
-                "it deletes sessions: say where they are archived (VERBATIM_ARCHIVE_DIR), or that they need not be "
-                "(VERBATIM_RETAIN_WITHOUT_ARCHIVE=true)"
-            )
-        return limit
-
-    @field_validator("archive_dir")
-    @classmethod
-    def _check_archive_dir(cls, folder: Path | None) -> Path | None:
-        if folder is not None and find_spec("pyarrow") is None:
-            raise ValueError(f"pyarrow is missing: {how_to_install('archive')}")
-        return folder

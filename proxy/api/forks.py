@@ -148,7 +148,7 @@ async def _restore(services: Services, session_id: str, fork_id: str, read_state
 
 async def _find_archived(services: Services, session_id: str) -> ArchivedSession:
     """Raises NotFound."""
-    folder = services.settings.archive_dir
+    folder = services.settings.retention.archive_dir
     found = await asyncio.to_thread(_read_archived, folder, session_id) if folder is not None else None
     if found is None:
         where = "in the store" if folder is None else "in the store or the archive"

@@ -142,8 +142,7 @@ def test_settings_of_another_service_in_the_environment_are_not_those_of_its_own
         "VERBATIM_REDIS_WAIT": '{"replicas": 1, "aof": true}',
         "VERBATIM_MAX_UNDELIVERED_GROUPS": "1",
         "VERBATIM_ADMISSION": '{"staleness": 0, "groups_per_version": 1}',
-        "VERBATIM_RETAIN_WITHOUT_ARCHIVE": "true",
-        "VERBATIM_RETAIN_SECONDS": "0.001",
+        "VERBATIM_RETENTION": '{"without_archive": true, "seconds": 0.001}',
     }
     done = generate(tmp_path, engine, "--tasks", written(tmp_path / "tasks.jsonl", task("a"), task("b")), **another)
     assert done.returncode == 0 and "2 accepted, 2 kept" in done.stderr, done.stderr

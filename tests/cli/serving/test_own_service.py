@@ -19,8 +19,7 @@ OF_A_SERVICE = (
     "group",
     "admission",
     "lease",
-    "archive",
-    "retain",
+    "retention",
     "weights",
 )
 """How settings begin that mean nothing to it, or would keep it waiting for trainers that it does not have."""

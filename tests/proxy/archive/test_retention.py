@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,9 +57,9 @@ class Keeper:
             assert (await self.service.trainer.post(f"/batches/{lease['lease_id']}/ack")).status_code == 200
 
 
-async def keeper(stack: AsyncExitStack, url: str, folder: Path, **options: Any) -> Keeper:
-    settings = {"archive_dir": folder, "retain_seconds": 0.001, **options}
-    service = await stack.enter_async_context(running(url, **settings))
+async def keeper(stack: AsyncExitStack, url: str, folder: Path, retention: Mapping[str, Any] = {}, **options: Any) -> Keeper:
+    retention = {"archive_dir": folder, "seconds": 0.001, **retention}
+    service = await stack.enter_async_context(running(url, retention=retention, **options))
     connection = StoreConnection(url)
     stack.push_async_callback(connection.close)
     return Keeper(service, Retention(service.services, RetentionStore(connection)), folder, connection)
@@ -153,7 +153,7 @@ async def test_a_session_that_was_exported_before_its_reward_keeps_it(redis_url:
 
 async def test_a_session_stays_until_it_is_old(redis_url: str, tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
-        kept = await keeper(stack, redis_url, tmp_path, retain_seconds=3600)
+        kept = await keeper(stack, redis_url, tmp_path, {"seconds": 3600})
         await kept.service.finished("a")
         await kept.ack_all()
         assert (await kept.retention.run_once()).deleted == 0 and await kept.listed() == {"a"}
@@ -171,7 +171,7 @@ async def settle_memory(connection: StoreConnection, most: int) -> None:
 
 async def test_the_oldest_go_first_until_the_store_is_small_enough(redis_url: str, tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
-        kept = await keeper(stack, redis_url, tmp_path, retain_seconds=None, retain_bytes=10**12)
+        kept = await keeper(stack, redis_url, tmp_path, {"seconds": None, "bytes": 10**12})
         big = list(range(1, 50_001))
         for at in range(6):
             await kept.service.finished(f"s{at}", *big)
@@ -183,7 +183,8 @@ async def test_the_oldest_go_first_until_the_store_is_small_enough(redis_url: st
         assert each > 400_000
         await settle_memory(kept.connection, each // 3)
         limit = await store.measure_memory() - 2 * each - each // 2
-        kept.service.services.settings.retain_bytes = limit
+        settings = kept.service.services.settings
+        settings.retention = settings.retention.model_copy(update={"bytes": limit})
         assert (await kept.retention.run_once()).ids == ["s0", "s1", "s2"]
         # What is deleted is given back by a thread of Redis, a little later.
         while await store.measure_memory() > limit:
@@ -193,11 +194,11 @@ async def test_the_oldest_go_first_until_the_store_is_small_enough(redis_url: st
 
 
 async def test_without_an_archive_sessions_are_only_deleted_when_that_was_asked_for(redis_url: str, tmp_path: Path) -> None:
-    for limit in ({"retain_seconds": 1}, {"retain_bytes": 1}):
-        with pytest.raises(ValidationError, match="VERBATIM_ARCHIVE_DIR"):
-            Settings(**limit)
+    for limit in ({"seconds": 1}, {"bytes": 1}):
+        with pytest.raises(ValidationError, match="say where they are archived"):
+            Settings.model_validate({"retention": limit})
     async with AsyncExitStack() as stack:
-        kept = await keeper(stack, redis_url, tmp_path, archive_dir=None, retain_without_archive=True)
+        kept = await keeper(stack, redis_url, tmp_path, {"archive_dir": None, "without_archive": True})
         await kept.service.finished("a")
         await kept.ack_all()
         cleared = await kept.retention.run_once()
@@ -372,7 +373,7 @@ async def test_the_store_tells_what_holds_a_session_and_its_size(store: Store) -
 
 
 async def test_the_memory_of_a_cluster_is_that_of_all_its_servers(shared_redis: SharedRedis) -> None:
-    """Only one server was asked: a cluster of three kept three times what `retain_bytes` allows."""
+    """Only one server was asked: a cluster of three kept three times what `bytes` allows."""
     cluster = shared_redis.cluster
     cluster.flushall()
     store = Store.at(cluster.url, timeout_seconds=60.0)
@@ -413,10 +414,7 @@ async def test_a_lost_store_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_service_with_retention_archives_by_itself(redis_server: RedisServer, redis_url: str, tmp_path: Path) -> None:
-    variables = {
-        "VERBATIM_ARCHIVE_DIR": str(tmp_path / "archive"),
-        "VERBATIM_RETAIN_SECONDS": "0.1",
-    }
+    variables = {"VERBATIM_RETENTION": json.dumps({"archive_dir": str(tmp_path / "archive"), "seconds": 0.1})}
     with (
         ScriptedEngine("qwen3") as engine,
         Serving("--engine", engine.url, "--redis", redis_url, data_dir=tmp_path / "data", **variables) as serving,

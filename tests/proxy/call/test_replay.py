@@ -231,7 +231,7 @@ def test_a_fork_goes_on_in_any_process_and_after_restarts(
 
 def test_a_fork_of_an_archived_session_restores_it(engine: ScriptedEngine, redis_server: RedisServer, tmp_path: Path) -> None:
     call_tools(engine)
-    settings = {"archive_dir": tmp_path, "retain_seconds": 0.5}
+    settings: dict[str, Any] = {"retention": {"archive_dir": tmp_path, "seconds": 0.5}}
     adding = [partial(add_rollouts, KNOWN)]
     with RunningService(engine.url, redis_server.url, engine_api="token", adding=adding, **settings) as service:
         origin = service.session()
