@@ -20,7 +20,7 @@ NOT_VLLM = "not vLLM"
 SHOWN_MODELS = 20
 SHOWN_CHARACTERS = 300
 KEY_FILE_FLAG = "--engine-api-key-file"
-_TLS_FILES = ("CA_FILE", "CLIENT_CERT", "CLIENT_KEY")
+_TLS_FILES = ("CA_FILE", "CLIENT_CERT")
 START = "start it, or correct the URL: vllm serve MODEL --enable-scale-out (before vLLM 0.30 without that flag)"
 
 
@@ -32,7 +32,7 @@ def open_engine_client(seconds: float, key_file: Path | None = None) -> httpx.Cl
     files = {name: Path(value) for name in _TLS_FILES if (value := os.environ.get(f"VERBATIM_ENGINE_{name}"))}
     try:
         key = _read_key(key_file)
-        tls = build_client_tls(files.get("CA_FILE"), files.get("CLIENT_CERT"), files.get("CLIENT_KEY"))
+        tls = build_client_tls(files.get("CA_FILE"), files.get("CLIENT_CERT"))
     except ValueError as error:
         raise CommandError(str(error), exit_code=2) from error
     return httpx.Client(

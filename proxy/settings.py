@@ -194,10 +194,9 @@ class Settings(BaseSettings):
     """Bearer token for the engines; in place of it, a file of it. Read at start."""
     engine_ca_file: Path | None = None
     """PEM file with certificate authorities to trust, besides the system's, for engines whose URL is https. Read at start."""
-    engine_client_cert: Path | None = None
-    """PEM file with the certificate, and its chain, that the service shows to such engines. Read at start."""
-    engine_client_key: Path | None = Field(None, validate_default=True)
-    """PEM file with the unencrypted key of that certificate."""
+    engine_client_cert: Path | None = Field(None, validate_default=True)
+    """The certificate that the service shows to such engines: a PEM file with it, its chain and its unencrypted key, or a folder with
+    tls.crt and tls.key, as Kubernetes mounts a Secret. Read at start."""
     engine_session_header: str = Field("", pattern=r"^[A-Za-z0-9-]*$")
     """The header in which all requests of a call carry the session's id, for routers in front of engines: X-Session-ID, for example. Empty:
     none."""
@@ -343,8 +342,8 @@ class Settings(BaseSettings):
     """Deliveries of one group before it becomes a dead letter."""
 
     retention: RetentionSettings = RetentionSettings()
-    """What happens to closed sessions, of which none is deleted that is leased or whose group may still be delivered. `seconds`: how long to
-    keep one. `bytes`: memory that the store may use before the oldest are deleted. Neither: all are kept for ever. `archive_dir`: a folder
+    """What happens to closed sessions. None is deleted that is leased or whose group may still be delivered. `seconds`: how long to keep
+    one. `bytes`: memory that the store may use before the oldest are deleted. Neither: all are kept for ever. `archive_dir`: a folder
     where they are archived before, as `verbatim import` reads them; needs pyarrow. `without_archive`: true deletes without one."""
 
     log_calls: Annotated[bool, Flag()] = False
@@ -383,11 +382,11 @@ class Settings(BaseSettings):
         """The bearer token for the engines. Raises ValueError for a file that cannot be read any more."""
         return next(iter(self.engine_api_key.read()), None)
 
-    @field_validator("engine_client_key")
+    @field_validator("engine_client_cert")
     @classmethod
-    def _check_engine_tls(cls, key: Path | None, others: ValidationInfo) -> Path | None:
-        build_client_tls(others.data.get("engine_ca_file"), others.data.get("engine_client_cert"), key)
-        return key
+    def _check_engine_tls(cls, cert: Path | None, others: ValidationInfo) -> Path | None:
+        build_client_tls(others.data.get("engine_ca_file"), cert)
+        return cert
 
     @field_validator("renderer")
     @classmethod

@@ -52,7 +52,7 @@ def open_channels(settings: Settings, limits: ProcessLimits = USUAL) -> Channels
 
 
 def _build_tls(settings: Settings) -> ssl.SSLContext | None:
-    return build_client_tls(settings.engine_ca_file, settings.engine_client_cert, settings.engine_client_key)
+    return build_client_tls(settings.engine_ca_file, settings.engine_client_cert)
 
 
 def _make_socket(address: aiohttp.AddrInfoType) -> socket.socket:

@@ -6,14 +6,11 @@ import ssl
 from pathlib import Path
 
 
-def build_client_tls(ca_file: Path | None, cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
-    """None where nothing is set: then the system's authorities are trusted. Raises ValueError, which names the file that cannot be used."""
-    if ca_file is None and cert is None and key is None:
+def build_client_tls(ca_file: Path | None, cert: Path | None) -> ssl.SSLContext | None:
+    """None where nothing is set: then the system's authorities are trusted. `cert`: a PEM file with certificate and key, or a folder with
+    tls.crt and tls.key. Raises ValueError, which names the file that cannot be used."""
+    if ca_file is None and cert is None:
         return None
-    if (cert is None) != (key is None):
-        raise ValueError(
-            "a client certificate and its key belong together: set VERBATIM_ENGINE_CLIENT_CERT and VERBATIM_ENGINE_CLIENT_KEY"
-        )
     context = ssl.create_default_context()
     if ca_file is not None:
         try:
@@ -21,14 +18,15 @@ def build_client_tls(ca_file: Path | None, cert: Path | None, key: Path | None) 
         except OSError as error:
             raise ValueError(f"VERBATIM_ENGINE_CA_FILE {ca_file} cannot be used: {_explain(error)}") from error
     if cert is not None:
+        chain, key = (cert / "tls.crt", cert / "tls.key") if cert.is_dir() else (cert, cert)
         try:
-            context.load_cert_chain(cert, key, password="")
+            context.load_cert_chain(chain, key, password="")
         except (OSError, ValueError) as error:
-            raise ValueError(f"the client certificate {cert} and its key {key} cannot be used: {_explain(error)}") from error
+            raise ValueError(f"VERBATIM_ENGINE_CLIENT_CERT {cert} cannot be used: {_explain(error)}") from error
     return context
 
 
 def _explain(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
-        return "it is no PEM file of the kind, is encrypted, or is not the other's"
+        return "it is no PEM file of the kind, is encrypted, or its key is another's"
     return getattr(error, "strerror", None) or str(error)

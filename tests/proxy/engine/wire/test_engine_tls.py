@@ -67,10 +67,24 @@ async def ask_both_ways(url: str, settings: Settings) -> list[bytes]:
         return [*found, await response.read()]
 
 
-async def test_an_engine_of_ones_own_authority_is_reached_with_a_certificate(url: str, ours: Authority) -> None:
+def joined(file: Path, *parts: Path) -> Path:
+    file.write_bytes(b"".join(part.read_bytes() for part in parts))
+    return file
+
+
+def mounted(folder: Path, cert: Path, key: Path) -> Path:
+    """As Kubernetes mounts a Secret of TLS."""
+    folder.mkdir()
+    (folder / "tls.crt").write_bytes(cert.read_bytes())
+    (folder / "tls.key").write_bytes(key.read_bytes())
+    return folder
+
+
+async def test_an_engine_of_ones_own_authority_is_reached_with_a_certificate(url: str, ours: Authority, tmp_path: Path) -> None:
     cert, key = ours.issue("service")
-    settings = Settings(engine_ca_file=ours.file, engine_client_cert=cert, engine_client_key=key)
-    assert await ask_both_ways(url, settings) == [b"ok", b"ok"]
+    for place in (joined(tmp_path / "both.pem", cert, key), mounted(tmp_path / "secret", cert, key)):
+        settings = Settings(engine_ca_file=ours.file, engine_client_cert=place)
+        assert await ask_both_ways(url, settings) == [b"ok", b"ok"]
 
 
 async def test_an_authority_that_is_not_known_is_not_trusted(url: str, tmp_path: Path) -> None:
@@ -91,9 +105,10 @@ def test_files_that_cannot_be_used_stop_the_start_and_are_named(ours: Authority,
     for fields, says in (
         ({"engine_ca_file": tmp_path / "absent"}, "absent cannot be used: No such file"),
         ({"engine_ca_file": broken}, "broken cannot be used"),
-        ({"engine_client_cert": cert}, "belong together"),
-        ({"engine_client_key": key}, "belong together"),
-        ({"engine_client_cert": cert, "engine_client_key": other}, "cannot be used"),
+        ({"engine_client_cert": cert}, "its key"),
+        ({"engine_client_cert": key}, "no PEM file of the kind"),
+        ({"engine_client_cert": tmp_path}, "cannot be used: No such file"),
+        ({"engine_client_cert": joined(tmp_path / "mixed.pem", cert, other)}, "mixed.pem cannot be used"),
     ):
         with pytest.raises(ValidationError, match=says):
             Settings(**fields)
