@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from contract.plugins import UnknownPlugin
-from contract.sessions import EchoPolicy, Role
+from contract.sessions import EchoPolicy
 from proxy.addresses import AllowList
 from proxy.auth import Role as TokenRole
 from proxy.auth import check_token, is_loopback, token_in, tokens_in

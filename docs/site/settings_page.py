@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cells import escape_cell
+from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from proxy.settings import GivenToken, Settings, list_variables
@@ -67,6 +68,8 @@ def _format_default(field: Any) -> str:
 def _format_value(value: Any) -> str:
     if value is None or value in ([], {}, (), "", GivenToken(), PodFields()):
         return "-"
+    if isinstance(value, BaseModel):
+        return f"`{escape_cell(value.model_dump_json(exclude_none=True))}`"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     if isinstance(value, (Path, str, int, float)):
