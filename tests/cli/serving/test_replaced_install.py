@@ -11,7 +11,7 @@ from tests import ROOT
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.verbatim_process import TRAINER, Serving
 
-PACKAGES = ("cli", "proxy", "reconstruct", "rollout", "trainer_client")
+PACKAGES = ("cli", "contract", "proxy", "reconstruct", "rollout", "trainer_client")
 TASK = {"task_id": "judged", "instruction": "Fix it.", "harness": "pi", "runtime": "local"}
 EVALUATORS = {
     "command": {"command": "true"},
