@@ -9,10 +9,9 @@ from urllib.parse import quote
 
 import msgpack
 
-from cli.control import CommandClient, Declined
+from cli.control import CommandClient, RequestFailed
+from contract.client import TRANSIENT
 from proxy.archive.tables import ArchivedSession
-from trainer_client.errors import ServiceError
-from trainer_client.transport import is_transient
 
 PAGE = 200
 PART_BYTES = 4 * 2**20
@@ -21,10 +20,11 @@ PACKED = "application/msgpack;arrays=packed"
 
 
 class ArchiveApi(CommandClient):
-    """Use in a `with` block. Requests are retried while they get no answer, 502, 503 or 504."""
+    """Use in a `with` block. Requests are retried while they get no answer, 408, 502, 503 or 504."""
 
     # The rows of a long session are built in one request.
     timeout_seconds = 300.0
+    retry = TRANSIENT
     retry_seconds = 60.0
 
     def __enter__(self) -> Self:
@@ -60,8 +60,8 @@ class ArchiveApi(CommandClient):
         rest: dict[str, Any] = {"log": page["log"], "unserved": page["unserved"]}
         try:
             rest["media"] = {digest: self._request("GET", f"{path}/media/{digest}").content for digest in page["media"]}
-        except Declined as declined:
-            if declined.status == 404:
+        except RequestFailed as failed:
+            if failed.status == 404:
                 return None
             raise
         stored = (page["session"], records, page["delivered"], page["intents"])
@@ -89,17 +89,10 @@ class ArchiveApi(CommandClient):
         """The msgpack answer to GET `path`, or the HTTP status if it is one of `absent`."""
         try:
             return msgpack.unpackb(self._request("GET", path, params=params, accept=PACKED).content)
-        except Declined as declined:
-            if declined.status in absent:
-                return declined.status
+        except RequestFailed as failed:
+            if failed.status in absent:
+                return failed.status
             raise
-
-    def _request(self, method: str, path: str, **more: Any) -> Any:
-        return super()._request(method, path, **{"retry": _may_pass} | more)
-
-
-def _may_pass(error: BaseException) -> bool:
-    return is_transient(error) or (isinstance(error, ServiceError) and error.status == 504)
 
 
 def _split_media(media: Mapping[str, bytes]) -> Iterator[dict[str, bytes]]:

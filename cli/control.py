@@ -1,11 +1,11 @@
-"""The control API as commands use it: the trainer client's transport, with every failure turned into a one-sentence `CommandError`."""
+"""The control API as commands use it: `contract.client`, with every failure turned into a one-sentence `CommandError`."""
 
 from __future__ import annotations
 
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +14,11 @@ from typing import Any
 import httpx
 
 from cli.refusal import CommandError
-from trainer_client.errors import ConnectionFailed, ServiceError
-from trainer_client.transport import Transport, check_token
+from contract.client import ONCE, ServiceClient, check_token
+from contract.errors import HeldBack, NoAnswer, ServiceError
 
 TIMEOUT_SECONDS = 30.0
 ADMIN, NODE = "VERBATIM_ADMIN_TOKEN", "VERBATIM_NODE_TOKEN"
-DEFAULT_RETRY_SECONDS = 5.0
-"""When to retry if neither the service nor a proxy in front of it says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,33 +28,28 @@ class ServerEvent:
     data: dict[str, Any]
 
 
-class NoAnswer(CommandError):
-    """The service could not be reached, or the connection broke."""
+class RequestFailed(CommandError):
+    """The service did not fulfil a request, and `error` says how. `status` is the HTTP status, None without an answer."""
 
-
-class HeldBack(CommandError):
-    """The service accepts no such request now (429); retry after `retry_after_seconds`."""
-
-    def __init__(self, sentence: str, retry_after_seconds: float) -> None:
+    def __init__(self, sentence: str, error: ServiceError) -> None:
         super().__init__(sentence)
-        self.retry_after_seconds = retry_after_seconds
+        self.error = error
+        self.status = error.status
 
-
-class Declined(CommandError):
-    """The service answered with the HTTP error `status`."""
-
-    def __init__(self, sentence: str, status: int) -> None:
-        super().__init__(sentence)
-        self.status = status
+    @property
+    def is_final(self) -> bool:
+        """Whether the service will never accept the request."""
+        return self.status is not None and self.status < 500 and not isinstance(self.error, HeldBack)
 
 
 class CommandClient:
     """Requests to the service at `url` (default: VERBATIM_URL, then http://127.0.0.1:8700), authenticated with `token` or with the first
     of the environment `variables` that is set, itself or as `<variable>_FILE`. Requests are not retried.
 
-    Every method raises `NoAnswer`, `HeldBack` or `Declined`, each a `CommandError`."""
+    Every method raises `RequestFailed`."""
 
     timeout_seconds = TIMEOUT_SECONDS
+    retry = ONCE
     retry_seconds = 0.0
 
     def __init__(self, url: str | None = None, token: str | None = None, variables: Sequence[str] = (ADMIN,)) -> None:
@@ -69,11 +62,12 @@ class CommandClient:
         try:
             if httpx.URL(self.url).scheme not in ("http", "https"):
                 raise httpx.InvalidURL("it does not start with http:// or https://")
-            timeouts = {"timeout_seconds": self.timeout_seconds, "retry_seconds": self.retry_seconds}
-            self._transport = Transport(self.url, self.token, **timeouts)
+            self._service = ServiceClient(
+                self.url, self.token, timeout_seconds=self.timeout_seconds, retry_seconds=self.retry_seconds
+            )
         except httpx.InvalidURL as error:
             raise CommandError(f"{self.url!r} is not the URL of a service (set VERBATIM_URL): {error}", exit_code=2) from error
-        self.close = weakref.finalize(self, self._transport.close)
+        self.close = weakref.finalize(self, self._service.close)
 
     def get(self, path: str, **params: Any) -> dict[str, Any]:
         """The JSON answer to GET `path`; parameters that are None are left out."""
@@ -93,17 +87,20 @@ class CommandClient:
     def stream_lines(self, path: str, body: dict[str, Any], *, silence_seconds: float) -> Iterator[dict[str, Any]]:
         """The JSON lines that POST `path` streams, at most `silence_seconds` apart."""
         with self._translate_errors(path):
-            lines = self._transport.stream(
-                "POST", path, body=body, headers={"Accept": "application/x-ndjson"}, silence_seconds=silence_seconds
+            lines = self._service.stream(
+                "POST", path, body=body, accept="application/x-ndjson", silence_seconds=silence_seconds
             )
             for line in lines:
                 yield json.loads(line)
 
     def stream_events(self, path: str, after: str | None, *, silence_seconds: float) -> Iterator[ServerEvent]:
         """The server-sent events of GET `path` that follow the one with id `after`, at most `silence_seconds` apart."""
-        headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": after} if after else {})
+        headers = {"Last-Event-ID": after} if after else {}
         with self._translate_errors(path):
-            yield from _parse_events(self._transport.stream("GET", path, headers=headers, silence_seconds=silence_seconds))
+            lines = self._service.stream(
+                "GET", path, accept="text/event-stream", headers=headers, silence_seconds=silence_seconds
+            )
+            yield from _parse_events(lines)
 
     def _request_json(self, method: str, path: str, **more: Any) -> dict[str, Any]:
         response = self._request(method, path, **more)
@@ -115,28 +112,20 @@ class CommandClient:
             ) from error
         return answer
 
-    def _request(
-        self, method: str, path: str, *, retry: Callable[[BaseException], bool] | None = None, **more: Any
-    ) -> httpx.Response:
+    def _request(self, method: str, path: str, **more: Any) -> httpx.Response:
         with self._translate_errors(path):
-            return self._transport.request(method, path, retry=retry, **more)
+            return self._service.request(method, path, retry=self.retry, **more)
 
     @contextmanager
     def _translate_errors(self, path: str) -> Iterator[None]:
         try:
             yield
-        except ConnectionFailed as error:
+        except NoAnswer as error:
             cause = error.__cause__ or error
-            if error.sent:
-                raise NoAnswer(f"the connection to {self.url} broke: {cause}") from error
-            raise NoAnswer(f"no service at {self.url} (set VERBATIM_URL to where it is): {cause}") from error
+            missing = f"no service at {self.url} (set VERBATIM_URL to where it is): {cause}"
+            raise RequestFailed(f"the connection to {self.url} broke: {cause}" if error.lost else missing, error) from error
         except ServiceError as error:
-            sentence = self._explain(path, error)
-            if error.status == httpx.codes.TOO_MANY_REQUESTS:
-                seconds = DEFAULT_RETRY_SECONDS if error.retry_after_seconds is None else error.retry_after_seconds
-                # A proxy in front of the service may name any date or number.
-                raise HeldBack(sentence, min(60.0, max(1.0, seconds))) from error
-            raise Declined(sentence, error.status) from error
+            raise RequestFailed(self._explain(path, error), error) from error
 
     def _explain(self, path: str, error: ServiceError) -> str:
         if error.status == httpx.codes.UNAUTHORIZED:
@@ -144,7 +133,7 @@ class CommandClient:
         # An engine has none of these paths either; vLLM's error codes are numbers.
         if error.status == httpx.codes.NOT_FOUND and (not error.code or error.code.isdecimal()):
             return f"what answers at {self.url}{path} is no Verbatim service (set VERBATIM_URL to where it is)"
-        return error.reason or f"{self.url}{path} answered {error.status}"
+        return error.reason or (f"{self.url}{path} answered {error.status}" if error.status else str(error))
 
 
 def find_token(variables: Sequence[str] = (ADMIN,)) -> tuple[str, str]:

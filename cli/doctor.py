@@ -100,7 +100,7 @@ def check_extras() -> Iterator[Check]:
 
 def check_service(url: str | None) -> Iterator[Check]:
     """The service, its clock, its store, its engines and its nodes."""
-    from cli.control import CommandClient, NoAnswer
+    from cli.control import CommandClient, RequestFailed
 
     try:
         # Probes need no token, so that a missing one is not taken for a missing service.
@@ -110,12 +110,12 @@ def check_service(url: str | None) -> Iterator[Check]:
         yield from _check_clock(answer.headers.get("date"))
         control = CommandClient(url)
         engines = control.get("/engines")
-    except NoAnswer as refusal:
-        advice = "start it with verbatim serve, or name it with --url or VERBATIM_URL"
-        yield Check("service", "note", str(refusal).partition(" (")[0].partition(": ")[0], advice)
-        return
     except CommandError as refusal:
-        yield Check("token", "fix", str(refusal))
+        if isinstance(refusal, RequestFailed) and refusal.status is None:
+            advice = "start it with verbatim serve, or name it with --url or VERBATIM_URL"
+            yield Check("service", "note", str(refusal).partition(" (")[0].partition(": ")[0], advice)
+        else:
+            yield Check("token", "fix", str(refusal))
         return
     yield Check("token", "ok", "the service knows it as an admin's")
     yield from _check_store(control)
@@ -135,16 +135,16 @@ def _check_clock(date: str | None) -> Iterator[Check]:
 
 
 def _check_store(control: CommandClient) -> Iterator[Check]:
-    from cli.control import Declined
+    from cli.control import RequestFailed
 
     try:
         notes = control.get("/readyz").get("notes", ())
         yield Check("redis", "ok", "the service's answers")
         # Engines have lines of their own.
         yield from (Check("redis", "note", note) for note in notes if not note.startswith("engine "))
-    except Declined as declined:
+    except RequestFailed as failed:
         # It names engines, too, which have lines of their own.
-        reasons = [part for part in str(declined).split("; ") if not part.startswith("no engine serves")]
+        reasons = [part for part in str(failed).split("; ") if not part.startswith("no engine serves")]
         if reasons and "readyz answered" not in reasons[0]:
             yield Check("redis", "fix", "; ".join(reasons), "start it, or correct --redis of verbatim serve")
         else:

@@ -343,8 +343,6 @@ async def await_listing(control: CommandClient, name: str, patience_seconds: flo
 
 
 def _may_pass(refusal: CommandError) -> bool:
-    from cli.control import Declined, HeldBack, NoAnswer
+    from cli.control import RequestFailed
 
-    if isinstance(refusal, Declined):
-        return refusal.status >= 500
-    return isinstance(refusal, HeldBack | NoAnswer)
+    return isinstance(refusal, RequestFailed) and not refusal.is_final

@@ -362,14 +362,18 @@ def open_when_admitted(
     """As `open_session`, but waits while the service accepts no new sessions, and reports that to `show`.
 
     Raises `CommandError`; with the signal's exit code if stopped while waiting."""
-    from cli.control import HeldBack
+    from cli.control import RequestFailed
+    from contract.client import hold_seconds
+    from contract.errors import HeldBack
 
     while True:
         try:
             return open_session(control, definition, **fields)
-        except HeldBack as held:
-            show(f"waiting until the service accepts a new session: {held}")
-            if stop.wait(held.retry_after_seconds):
+        except RequestFailed as failed:
+            if not isinstance(failed.error, HeldBack):
+                raise
+            show(f"waiting until the service accepts a new session: {failed}")
+            if stop.wait(hold_seconds(failed.error)):
                 raise CommandError("stopped while waiting: no session was opened", exit_code=128 + (stop.number or 0)) from None
 
 

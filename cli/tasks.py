@@ -124,7 +124,7 @@ def watch(task_id: TaskId, url: ServiceUrl = None, as_json: AsJson = False) -> N
 
 def _print_feedback_of(control: CommandClient, task_id: str, rollout: dict[str, Any]) -> None:
     """The beginning of the evaluator's feedback on a rollout that has ended."""
-    from cli.control import Declined
+    from cli.control import RequestFailed
     from cli.feedback import FIRST_LINES, print_feedback, read_feedback
     from cli.sessions import path_of
     from cli.tables import standard_output
@@ -132,7 +132,7 @@ def _print_feedback_of(control: CommandClient, task_id: str, rollout: dict[str, 
 
     session_id = AttemptId(task_id, rollout["index"], rollout["attempt"]).session_id
     # The session may have been deleted since.
-    with suppress(Declined):
+    with suppress(RequestFailed):
         if feedback := read_feedback(control.get(path_of(session_id))):
             rest = f"verbatim sessions show {session_id}"
             print_feedback(
@@ -150,7 +150,7 @@ def cancel(
     \b
     verbatim tasks cancel bug-7 bug-8
     """
-    from cli.control import CommandClient, Declined
+    from cli.control import CommandClient, RequestFailed
 
     if not task_ids:
         raise CommandError("name the tasks to cancel", exit_code=2)
@@ -158,8 +158,10 @@ def cancel(
     for task_id in task_ids:
         try:
             answer = control.delete(_path(task_id))
-        except Declined as declined:
-            refusals.append(str(declined))
+        except RequestFailed as failed:
+            if failed.status is None:
+                raise
+            refusals.append(str(failed))
             continue
         count = len(answer["cancelled_now"])
         typer.echo(f"{task_id}: {count} {'rollout' if count == 1 else 'rollouts'} cancelled; the task is {answer['status']}")
@@ -269,7 +271,7 @@ def _submit_all(
     service does not answer or the command is interrupted."""
     from rich.progress import track
 
-    from cli.control import Declined
+    from cli.control import RequestFailed
 
     submitted: list[dict[str, Any]] = []
     refusals: dict[str, list[int]] = {}
@@ -278,10 +280,10 @@ def _submit_all(
         for number, body in track(bodies, "submitting", console=screen, transient=True, disable=not screen.is_terminal):
             try:
                 submitted.append(control.post("/tasks", body))
-            except Declined as declined:
-                if declined.status >= 500:
+            except RequestFailed as failed:
+                if not failed.is_final:
                     raise
-                refusals.setdefault(str(declined), []).append(number)
+                refusals.setdefault(str(failed), []).append(number)
     except (CommandError, KeyboardInterrupt) as broken:
         why, code = ("interrupted", 130) if isinstance(broken, KeyboardInterrupt) else (str(broken), 1)
         if submitted:
@@ -309,11 +311,11 @@ class RetryClock:
 
     def wait(self, refusal: CommandError) -> None:
         """Return when to retry. Raises `refusal` if a retry cannot help or has not helped for AWAY_SECONDS."""
-        from cli.control import Declined
+        from cli.control import RequestFailed
 
         now = time.monotonic()
         self._away_since = self._away_since or now
-        if (isinstance(refusal, Declined) and refusal.status < 500) or now - self._away_since > AWAY_SECONDS:
+        if (isinstance(refusal, RequestFailed) and refusal.is_final) or now - self._away_since > AWAY_SECONDS:
             raise refusal
         time.sleep(POLL_SECONDS)
 

@@ -13,6 +13,16 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from contract.attempts import AttemptId, Failure, FailureRecord, Status, Superseded, TakenRollout, Verdict
+from contract.client import hold_seconds
+from contract.errors import (
+    HeldBack,
+    NoAnswer,
+    RequestRefused,
+    ResourceConflict,
+    ResourceNotFound,
+    ServiceError,
+    ServiceUnavailable,
+)
 from contract.tasks import Task
 from reconstruct.roles import RoleRule, encode_rule
 from rollout.attempts import RETRIED, RolloutFailed, runtime_name
@@ -25,18 +35,7 @@ from rollout.harnesses.prepared import UnknownBaseUrl
 from rollout.logs import AttemptLogs
 from rollout.offer import WorkingKinds
 from rollout.runtimes.base import DiskFull, NoRoom, Runtime, RuntimeFailed
-from rollout.sessions import (
-    HeldBack,
-    NoAnswer,
-    NoSession,
-    OpenSession,
-    SessionConflict,
-    SessionFailed,
-    SessionRefused,
-    Sessions,
-    describe_model,
-    find_first_model,
-)
+from rollout.sessions import OpenSession, Sessions, describe_model, find_first_model
 from rollout.stages import Budget, Permit, Stage, within
 from rollout.steps import (
     HarnessRun,
@@ -112,7 +111,7 @@ class Course:
         again = await self._insist(lambda now: self._parts.work.give_up(self.attempt, failure, now, retry=retry, spared=spared))
         if again:
             # If this fails, the next attempt deletes it.
-            with suppress(SessionFailed):
+            with suppress(ServiceError):
                 await self._parts.sessions.delete(self.attempt.session_id)
         return again
 
@@ -187,7 +186,7 @@ class Course:
         model, limits = await self._find_model(harness.harness, opened, budget)
         done = await harness.run(parts.url, opened, model, limits)
         # It helps people and nothing depends on it: a service of an earlier version refuses it.
-        with suppress(SessionFailed):
+        with suppress(ServiceError):
             await parts.sessions.store_log(session_id, join_output(done.stdout, done.stderr))
         calls = await self._wait_for_service(budget, lambda: parts.sessions.list_calls(session_id))
         session = await self._wait_for_service(budget, lambda: parts.sessions.load(session_id))
@@ -219,10 +218,10 @@ class Course:
             nonlocal lost
             try:
                 return await self._open_member(definition.roles)
-            except NoAnswer:
+            except ServiceUnavailable:
                 lost = True
                 raise
-            except SessionConflict:
+            except ResourceConflict:
                 if not lost:
                     raise
                 # It was created, but the answer with its key was lost.
@@ -233,7 +232,7 @@ class Course:
         try:
             await self._advance("running", budget, session_id=session_id, logs=self._logs.place())
         except Superseded:
-            with suppress(SessionFailed):
+            with suppress(ServiceError):
                 await sessions.delete(session_id)
             raise
         return opened
@@ -248,7 +247,7 @@ class Course:
             except HeldBack as held:
                 if await self._insist(lambda now: parts.work.give_way(attempt, now)):
                     raise Superseded("it gave way to rollouts of groups that have begun") from held
-                await asyncio.sleep(held.retry_after_seconds)
+                await asyncio.sleep(hold_seconds(held))
 
     async def _evaluate(self, run: Run, evaluation: Evaluation | None, left: Runtime, budget: Budget) -> Verdict:
         status: Literal["timeout", "completed"] = "timeout" if run.timed_out else "completed"
@@ -270,10 +269,10 @@ class Course:
         try:
             msgspec.msgpack.encode(verdict)
             await self._wait_for_service(budget, lambda: post_reward(self._parts.sessions, self.attempt.session_id, verdict))
-        except (NoSession, SessionConflict):
+        except (ResourceNotFound, ResourceConflict):
             # Deleted or closed by someone else, which is handled when it is to be closed.
             pass
-        except (SessionRefused, OverflowError, TypeError, ValueError) as error:
+        except (RequestRefused, OverflowError, TypeError, ValueError) as error:
             raise RolloutFailed(Failure.BAD_REWARD, f"the evaluator's score is refused: {error}") from error
 
     def _decide_timeout(self) -> Verdict:
@@ -289,12 +288,12 @@ class Course:
             await self._insist(lambda now: self._parts.work.advance(self.attempt, status, now, fields))
 
     async def _wait_for_service(self, budget: Budget, act: Callable[[], Awaitable[T]]) -> T:
-        """Repeat `act` while the service does not answer: an outage must not cost an attempt. Raises `SessionFailed` for its answers."""
+        """Repeat `act` while the service does not answer: an outage must not cost an attempt. Raises `ServiceError` for its answers."""
         with budget.pause():
             while True:
                 try:
                     return await act()
-                except NoAnswer as error:
+                except (ServiceUnavailable, HeldBack) as error:
                     log.warning("rollout %s waits: %s", self.attempt.session_id, error)
                 await asyncio.sleep(LONGEST_PAUSE_SECONDS)
 
@@ -305,7 +304,7 @@ class Course:
         while True:
             try:
                 return await act(await self._parts.work.now())
-            except (WorkUnavailable, SessionFailed) as error:
+            except (WorkUnavailable, ServiceError) as error:
                 log.warning("rollout %s waits: %s", self.attempt.session_id, error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
@@ -317,7 +316,7 @@ class Course:
             yield
         except (RolloutFailed, Superseded):
             raise
-        except (SessionFailed, UnknownBaseUrl) as error:
+        except (ServiceError, UnknownBaseUrl) as error:
             raise RolloutFailed(Failure.SERVICE_FAILED, str(error)) from error
         except (DiskFull, NoRoom) as error:
             raise RolloutFailed(Failure.NODE_FAILED, str(error)) from error
@@ -349,7 +348,7 @@ async def open_member(
     sessions: Sessions, task: Task, index: int, session_id: str, roles: Sequence[RoleRule] = (), *, wait: bool = True
 ) -> OpenSession:
     """Open a session in the task's group, with the `roles` of the harness's definition. While the service holds new sessions back, `wait`
-    or raise `HeldBack`. Raises `SessionFailed`."""
+    or raise `HeldBack`. Raises `ServiceError`."""
     return await sessions.create(
         session_id,
         wait=wait,
@@ -361,22 +360,22 @@ async def open_member(
 async def close_member(
     sessions: Sessions, task: Task, index: int, session_id: str, verdict: Verdict, *, wait: bool = True
 ) -> None:
-    """Close the session with the verdict, unless the service refuses that for good. May be repeated. Raises `SessionFailed`.
+    """Close the session with the verdict, unless the service refuses that for good. May be repeated. Raises `ServiceError`.
 
     A rollout that failed before it had a session gets an empty one, so that its group does not wait for it; while the service holds new
     sessions back, `wait` or raise `HeldBack`. The session of a successful rollout can only be missing because someone deleted it."""
     try:
         try:
             await _close(sessions, session_id, verdict)
-        except NoSession:
+        except ResourceNotFound:
             if not verdict.usable and verdict.status != "completed":
                 # Nothing runs in it, and what it would replay may be gone.
                 await open_member(sessions, replace(task, fork=None), index, session_id, wait=wait)
                 await _close(sessions, session_id, verdict)
-        except SessionConflict as error:
+        except ResourceConflict as error:
             # Closed by someone else, as idle or by hand, which decided what a trainer gets.
             log.warning("session %s keeps its own status: %s", session_id, error)
-    except SessionRefused as error:
+    except RequestRefused as error:
         # Every caller would be refused.
         log.error("session %s cannot be closed and is left as it is: %s", session_id, error)
 
@@ -393,7 +392,7 @@ def _read_end(output: bytes) -> str:
 
 
 async def post_reward(sessions: Sessions, session_id: str, verdict: Verdict) -> None:
-    """Post what closing the session does not take: all but the bare reward. May be repeated. Raises `SessionFailed`."""
+    """Post what closing the session does not take: all but the bare reward. May be repeated. Raises `ServiceError`."""
     if verdict.reward is not None and (verdict.per_call or verdict.per_branch or verdict.feedback or verdict.metadata):
         metadata = {**verdict.metadata, **({"feedback": verdict.feedback} if verdict.feedback else {})}
         await sessions.reward(

@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from contract.attempts import AttemptId, Failure
+from contract.errors import RequestRefused, ResourceNotFound, ServiceError
 from contract.tasks import EvaluatorSpec, Task
 from rollout.attempts import RolloutFailed, runtime_name
 from rollout.evaluators import catalogue
@@ -18,7 +19,6 @@ from rollout.evaluators.collected import name_of
 from rollout.logs import AttemptLogs
 from rollout.runtimes.base import Runtime, RuntimeFailed
 from rollout.runtimes.files import iterate_entries
-from rollout.sessions import SessionFailed, SessionRefused
 from rollout.stages import within
 from rollout.steps import NodeContext, carry_out, remove
 
@@ -73,14 +73,14 @@ class Evaluation:
             raise RolloutFailed(Failure.BAD_REWARD, str(error), self._logs.place("evaluate.out")) from error
         except EvaluationTimedOut as error:
             raise RolloutFailed(Failure.EVALUATOR_TIMEOUT, str(error), self._logs.place("evaluate.err")) from error
-        except (EvaluationFailed, SessionRefused) as error:
+        except (EvaluationFailed, RequestRefused, ResourceNotFound) as error:
             raise RolloutFailed(Failure.EVALUATOR_FAILED, str(error), self._logs.place("evaluate.err")) from error
 
     async def _evaluate(self, case: Case) -> Any:
         """What an evaluator raises is its own failure, which every attempt would meet, unless the node cancels it or lacks something."""
         try:
             return await self._evaluator.evaluate(case)
-        except (BadReward, EvaluationTimedOut, EvaluationFailed, RolloutFailed, RuntimeFailed, SessionFailed):
+        except (BadReward, EvaluationTimedOut, EvaluationFailed, RolloutFailed, RuntimeFailed, ServiceError):
             raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             if _is_of_node(error):

@@ -13,10 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from contract.attempts import AttemptId, Failure, FailureRecord, NodeState, Room, Superseded, TakenRollout
+from contract.errors import ServiceError
 from rollout.course import Course
 from rollout.logs import AttemptLogs, KeptLogs
 from rollout.offer import WorkingKinds
-from rollout.sessions import SessionFailed
 from rollout.stages import Permit
 from rollout.steps import NodeContext
 from rollout.work import WorkUnavailable
@@ -256,7 +256,7 @@ class RolloutNode:
 
         async def hand_over(attempt: AttemptId, task: asyncio.Task[None]) -> None:
             await _stop(task)
-            with suppress(Superseded, WorkUnavailable, SessionFailed):
+            with suppress(Superseded, WorkUnavailable, ServiceError):
                 if await self._parts.work.give_up(attempt, failure, await self._parts.work.now(), retry=True, spared=True):
                     await self._parts.sessions.delete(attempt.session_id)
 

@@ -3,6 +3,7 @@
 Beside these names, `trainer_client.advantages` and the adapters of docs/trainers.md are public. Any other module may move.
 """
 
+from contract.errors import AuthenticationFailed, ClientError, NoAnswer, ServiceError, ServiceUnavailable
 from trainer_client.arrays import PackedBatch, PaddedBatch
 from trainer_client.batch import Batch
 from trainer_client.client import TrainerClient
@@ -11,7 +12,6 @@ from trainer_client.errors import (
     MixedLogprobModes,
     PublishError,
     RowTooLong,
-    TrainerClientError,
     UnpublishableWeights,
     UnseenImages,
     VersionConflict,
@@ -45,7 +45,11 @@ __all__ = [
     "load_model",
     "compare_trees",
     "Difference",
-    "TrainerClientError",
+    "ClientError",
+    "ServiceError",
+    "AuthenticationFailed",
+    "ServiceUnavailable",
+    "NoAnswer",
     "LeaseLost",
     "VersionConflict",
     "MixedLogprobModes",

@@ -19,15 +19,10 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypedDict, Unpack
 from urllib.parse import quote
 
+from contract.client import NEVER_STARTED, ServiceClient
+from contract.errors import NoAnswer, ResourceConflict, ServiceUnavailable
 from trainer_client.batch import Batch
-from trainer_client.errors import (
-    ConnectionFailed,
-    InvalidAnswer,
-    ServiceError,
-    Unavailable,
-    UnpublishableWeights,
-    VersionConflict,
-)
+from trainer_client.errors import InvalidAnswer, UnpublishableWeights, VersionConflict
 from trainer_client.lease import Lease
 from trainer_client.media import MediaFiles
 from trainer_client.publish import (
@@ -41,7 +36,6 @@ from trainer_client.publish import (
     write_weights,
 )
 from trainer_client.publish_nccl import NcclPublisher
-from trainer_client.transport import Transport, is_never_started
 from trainer_client.wire import ACCEPT, LeaseReader, decode_body, decode_versions
 
 Kind = Literal["full", "lora"]
@@ -89,7 +83,7 @@ class TrainerClient:
         retry_seconds: float = 120.0,
     ) -> None:
         self.consumer = consumer or f"{socket.gethostname()}:{os.getpid()}"
-        self._transport = Transport(url, token, timeout_seconds=timeout_seconds, retry_seconds=retry_seconds)
+        self._service = ServiceClient(url, token, timeout_seconds=timeout_seconds, retry_seconds=retry_seconds)
 
     def batches(
         self,
@@ -107,13 +101,13 @@ class TrainerClient:
         body = self._lease_body(wait_seconds, terms)
 
         def has_ended() -> bool:
-            return self._transport.closing.is_set() or bool(stop and stop())
+            return self._service.closing.is_set() or bool(stop and stop())
 
         while not has_ended():
-            with self._transport.keep_open():
+            with self._service.keep_open():
                 try:
                     batch = self._lease(body, keep, until=has_ended)
-                except (ConnectionFailed, Unavailable):
+                except ServiceUnavailable:
                     if has_ended():
                         return
                     raise
@@ -128,15 +122,15 @@ class TrainerClient:
 
         While other trainers wait, it holds no more than this consumer's share. With `keep`, its `with` block extends the lease. If the
         answer is lost, the request is repeated, and the groups of the first lease are delivered again when that lease expires.
-        Raises: InvalidAnswer (the batch is given back first), Unauthorized, Unavailable, ConnectionFailed, ClientClosed.
+        Raises: InvalidAnswer (the batch is given back first), ServiceError, ClientClosed.
         """
-        return self._lease(self._lease_body(wait_seconds, terms), keep, until=self._transport.closing.is_set)
+        return self._lease(self._lease_body(wait_seconds, terms), keep, until=self._service.closing.is_set)
 
     def attach(self, lease_id: str, *, lease_seconds: float = 600.0) -> Lease:
         """The lease with this id, to end or extend it without holding its batch, for example in another process.
 
         `expires_at` is NaN until it is extended, by `lease_seconds` unless `extend` is given another length."""
-        return Lease(self._transport, lease_id, math.nan, lease_seconds=lease_seconds, keep=False)
+        return Lease(self._service, lease_id, math.nan, lease_seconds=lease_seconds, keep=False)
 
     def publish(
         self,
@@ -160,8 +154,8 @@ class TrainerClient:
         (wait) or are cut (abort). `keep_last`: afterwards remove all but this many version folders, and those that an engine of any
         model may still be given.
         `push_seconds` is the longest a push may take.
-        Raises: VersionConflict, UnpublishableWeights, ReplicaFailed, ConnectionFailed. A push that may have started is not
-        retried: after ConnectionFailed, `weights()` tells whether it happened.
+        Raises: VersionConflict, UnpublishableWeights, ReplicaFailed, NoAnswer. A push that may have started is not
+        retried: after NoAnswer, `weights()` tells whether it happened.
         """
         path = self._write_checkpoint(weights, version, kind, directory, config, shard_bytes, model)
         body = {"version": version, "path": path, "kind": kind, "mode": mode}
@@ -186,12 +180,12 @@ class TrainerClient:
         """A publisher that sends `weights`, a torch module, from its GPU to the engines' without a file: see `publish_nccl`. The engines
         connect to `master_address:master_port`, where this trainer's rank 0 listens."""
         where = {"master_address": master_address, "master_port": master_port, "packed": packed}
-        return NcclPublisher(self._transport, weights, where, model=model, rank=rank, push_seconds=push_seconds)
+        return NcclPublisher(self._service, weights, where, model=model, rank=rank, push_seconds=push_seconds)
 
     def weights(self) -> dict[str, Any]:
         """The weights being served: `{current: {version, path, kind, updated_at}, history, updating, frozen, replicas}` of the default
         model, and under `models` the same for every other one."""
-        answer = decode_body(self._transport.request("GET", "/weights"))
+        answer = decode_body(self._service.request("GET", "/weights"))
         try:
             int(answer["current"]["version"])
         except (KeyError, TypeError, ValueError) as error:
@@ -200,7 +194,7 @@ class TrainerClient:
 
     def close(self) -> None:
         """End `batches`, and close the connections once requests in flight and open batches are done. Callable from any thread."""
-        self._transport.close()
+        self._service.close()
 
     def __enter__(self) -> Self:
         return self
@@ -220,7 +214,7 @@ class TrainerClient:
     def _lease(self, body: Mapping[str, Any], keep: bool, *, until: Callable[[], bool]) -> Batch | None:
         arriving = LeaseReader()
         try:
-            response = self._transport.request(
+            response = self._service.request(
                 "POST",
                 "/batches/lease",
                 body=body,
@@ -239,7 +233,7 @@ class TrainerClient:
         head = arrived.head
         try:
             lease = Lease(
-                self._transport, str(head["lease_id"]), float(head["expires_at"]), lease_seconds=lease_seconds, keep=keep
+                self._service, str(head["lease_id"]), float(head["expires_at"]), lease_seconds=lease_seconds, keep=keep
             )
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidAnswer(f"the answer to a lease is incomplete: {error!r}") from error
@@ -252,7 +246,7 @@ class TrainerClient:
 
     def _fetch_image(self, session_id: str, digest: str) -> bytes:
         path = f"/sessions/{quote(session_id, safe='')}/media/{quote(digest, safe='')}"
-        return self._transport.request("GET", path, accept="image/*").content
+        return self._service.request("GET", path, accept="image/*").content
 
     def _write_checkpoint(
         self,
@@ -288,14 +282,10 @@ class TrainerClient:
 
     def _push(self, body: Mapping[str, Any], push_seconds: float) -> WeightPush:
         try:
-            response = self._transport.request(
-                "POST", "/weights", body=body, answer_seconds=push_seconds, retry=is_never_started
-            )
-        except ServiceError as error:
-            if error.status == 409:
-                raise VersionConflict(str(error), status=409, code=error.code) from error
-            raise
-        except ConnectionFailed as error:
+            response = self._service.request("POST", "/weights", body=body, answer_seconds=push_seconds, retry=NEVER_STARTED)
+        except ResourceConflict as error:
+            raise VersionConflict(str(error), status=409, code=error.code) from error
+        except NoAnswer as error:
             error.add_note("The push may have happened: weights() returns the served version.")
             raise
         return decode_push(decode_body(response), body["version"], body["path"])

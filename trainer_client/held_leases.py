@@ -10,8 +10,9 @@ import logging
 import threading
 from typing import Self
 
+from contract.errors import ClientError
 from trainer_client.client import TrainerClient
-from trainer_client.errors import LeaseLost, TrainerClientError
+from trainer_client.errors import LeaseLost
 from trainer_client.lease import Lease
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class HeldLeases:
                 lease.nack()
             except LeaseLost:
                 continue
-            except TrainerClientError as error:
+            except ClientError as error:
                 log.warning("up to %d leases could not be given back and will expire: %s", len(leases), error)
                 return
 
@@ -93,5 +94,5 @@ class HeldLeases:
         except LeaseLost:
             with self._changed:
                 self._leases.pop(lease.lease_id, None)
-        except TrainerClientError as error:
+        except ClientError as error:
             log.info("lease %s could not be extended yet: %s", lease.lease_id, error)

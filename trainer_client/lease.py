@@ -11,19 +11,20 @@ from urllib.parse import quote
 
 import httpx
 
-from trainer_client.errors import LeaseLost, ServiceError, TrainerClientError
-from trainer_client.transport import ErrorFilter, Transport, is_transient
+from contract.client import ONCE, TRANSIENT, RetryRule, ServiceClient
+from contract.errors import ClientError, ServiceError
+from trainer_client.errors import LeaseLost
 from trainer_client.wire import decode_body
 
 
 class Lease:
     """`state` is held, acked, nacked or lost. `expires_at` is in epoch seconds of the service's clock."""
 
-    def __init__(self, transport: Transport, lease_id: str, expires_at: float, *, lease_seconds: float, keep: bool) -> None:
+    def __init__(self, service: ServiceClient, lease_id: str, expires_at: float, *, lease_seconds: float, keep: bool) -> None:
         self.lease_id = lease_id
         self.expires_at = expires_at
         self.state = "held"
-        self._transport = transport
+        self._service = service
         self._lease_seconds = lease_seconds
         self._renewed_at = time.monotonic()
         self._keep = keep
@@ -41,15 +42,15 @@ class Lease:
 
     def extend(self, lease_seconds: float | None = None) -> float:
         """Extend the lease to `lease_seconds` from now (default: its last length). The new `expires_at`. Raises LeaseLost."""
-        return self._extend(lease_seconds, retry=is_transient)
+        return self._extend(lease_seconds, retry=TRANSIENT)
 
     def due_seconds(self) -> float:
         """Seconds until half of the lease has passed and it should be extended; at least 0."""
         return max(0.0, self._renewed_at + self._lease_seconds / 2 - time.monotonic())
 
     def renew(self) -> None:
-        """Try once to extend it by its last length. Raises LeaseLost, ServiceError or ConnectionFailed."""
-        self._extend(None, retry=None)
+        """Try once to extend it by its last length. Raises LeaseLost and other ServiceErrors."""
+        self._extend(None, retry=ONCE)
 
     def retry_seconds(self) -> float:
         """The delay after a failed attempt: a tenth of the lease leaves five tries before it expires."""
@@ -59,11 +60,11 @@ class Lease:
         """`nack` while `error` propagates; a failed nack only adds a note to it."""
         try:
             self.nack()
-        except TrainerClientError as failure:
+        except ClientError as failure:
             error.add_note(f"The batch could not be given back and will expire: {failure}")
 
     def __enter__(self) -> Self:
-        self._open.enter_context(self._transport.keep_open())
+        self._open.enter_context(self._service.keep_open())
         if self._keep:
             self._open.enter_context(Keeper(self))
         return self
@@ -83,10 +84,10 @@ class Lease:
         if self.state != "held":
             why = f" ({self._loss})" if self._loss else ""
             raise LeaseLost(f"lease {self.lease_id!r} is {self.state}{why}: it can no longer be {state}", status=409)
-        self._post(action, {}, retry=is_transient)
+        self._post(action, {}, retry=TRANSIENT)
         self._settle(state)
 
-    def _extend(self, lease_seconds: float | None, *, retry: ErrorFilter | None) -> float:
+    def _extend(self, lease_seconds: float | None, *, retry: RetryRule) -> float:
         asked_at = time.monotonic()
         seconds = self._lease_seconds if lease_seconds is None else lease_seconds
         answer = decode_body(self._post("extend", {"lease_seconds": seconds}, retry=retry))
@@ -94,10 +95,10 @@ class Lease:
         self.expires_at = float(answer["expires_at"])
         return self.expires_at
 
-    def _post(self, action: str, body: dict[str, Any], *, retry: ErrorFilter | None) -> httpx.Response:
+    def _post(self, action: str, body: dict[str, Any], *, retry: RetryRule) -> httpx.Response:
         path = f"/batches/{quote(self.lease_id, safe='')}/{action}"
         try:
-            return self._transport.request("POST", path, body=body, retry=retry)
+            return self._service.request("POST", path, body=body, retry=retry)
         except ServiceError as error:
             if error.status not in (404, 409):
                 raise
@@ -142,5 +143,5 @@ class Keeper(threading.Thread):
                 wait = self._lease.due_seconds()
             except LeaseLost:
                 return
-            except TrainerClientError:
+            except ClientError:
                 wait = self._lease.retry_seconds()

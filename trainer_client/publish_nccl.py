@@ -19,9 +19,10 @@ import json
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, Literal, Protocol
 
-from trainer_client.errors import ServiceError, UnpublishableWeights, VersionConflict
+from contract.client import ONCE, ServiceClient
+from contract.errors import ServiceError
+from trainer_client.errors import UnpublishableWeights, VersionConflict
 from trainer_client.publish import ReplicaFailed, WeightPush, decode_push, explain_failure
-from trainer_client.transport import Transport
 from trainer_client.wire import decode_body
 
 OTHER_VLLM = (
@@ -54,7 +55,7 @@ class NcclPublisher:
 
     def __init__(
         self,
-        transport: Transport,
+        service: ServiceClient,
         weights: Any,
         where: Mapping[str, Any],
         *,
@@ -63,7 +64,7 @@ class NcclPublisher:
         push_seconds: float = 3600.0,
         open_sender: OpenSender | None = None,
     ) -> None:
-        self._control = NcclSync(transport, model, push_seconds)
+        self._control = NcclSync(service, model, push_seconds)
         self._weights = weights
         self._where = dict(where)
         self._rank = rank
@@ -76,7 +77,7 @@ class NcclPublisher:
         """Send the weights to every replica, all of which then serve `version`. None on ranks other than 0.
 
         `path`: a checkpoint of the same weights, for replicas that are added later.
-        Raises: VersionConflict, UnpublishableWeights (no GPU, no vLLM), ReplicaFailed, ServiceError, ConnectionFailed.
+        Raises: VersionConflict, UnpublishableWeights (no GPU, no vLLM), ReplicaFailed, ServiceError, NoAnswer.
         """
         sender = self._connect()
         if self._rank != 0:
@@ -110,8 +111,8 @@ class NcclPublisher:
 class NcclSync:
     """Implements vLLM's `VLLMWeightSyncClient` with requests to the service."""
 
-    def __init__(self, transport: Transport, model: str, push_seconds: float) -> None:
-        self._transport = transport
+    def __init__(self, service: ServiceClient, model: str, push_seconds: float) -> None:
+        self._service = service
         self._model = model
         self._push_seconds = push_seconds
         self._group: dict[str, Any] = {}
@@ -147,15 +148,14 @@ class NcclSync:
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Make the engines join; the service assigns their ranks after the trainer's."""
         body = {name: value for name, value in init_info.items() if name != "rank_offset"} | {"model": self._model}
-        response = self._transport.request("POST", "/weights/group", body=body, answer_seconds=self._push_seconds, retry=None)
+        response = self._service.request("POST", "/weights/group", body=body, answer_seconds=self._push_seconds, retry=ONCE)
         self._group, self._described = decode_body(response), {}
 
     def start_weight_update(self) -> None:
         """Return when every replica is paused and about to receive, so that the broadcast may start."""
-        silence_seconds = self._transport.timeout_seconds + self._push_seconds
-        headers = {"Accept": "application/x-ndjson"}
-        self._lines = self._transport.stream(
-            "POST", "/weights", body=self._body, headers=headers, silence_seconds=silence_seconds
+        silence_seconds = self._service.timeout_seconds + self._push_seconds
+        self._lines = self._service.stream(
+            "POST", "/weights", body=self._body, accept="application/x-ndjson", silence_seconds=silence_seconds
         )
         for line in map(json.loads, self._lines):
             if line.get("step") == "receiving":
@@ -199,7 +199,7 @@ class NcclSync:
 
     def _plan(self) -> dict[str, Any]:
         where = f"/weights/group?model={self._model}" if self._model else "/weights/group"
-        return dict(decode_body(self._transport.request("GET", where)))
+        return dict(decode_body(self._service.request("GET", where)))
 
 
 def _open_vllm(init: dict[str, Any], control: NcclSync, weights: Any) -> Sender:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from urllib.parse import quote
 
 from cli.archive_api import ArchiveApi
-from cli.control import Declined
+from cli.control import RequestFailed
 from cli.generation.attempts import Accept, Attempt, Input, Progress, RoundPlan, judge
 from cli.generation.folder import GenerationFolder, Spell
 from cli.generation.screen import Screen, summarize, summarize_failures
@@ -136,10 +136,10 @@ class Generation:
         progress.round += 1
         try:
             task = self._api.post("/tasks", progress.input.make_task(self._folder.id, progress.round, samples))
-        except Declined as declined:
-            if declined.status not in (400, 409):
+        except RequestFailed as failed:
+            if failed.status not in (400, 409):
                 raise
-            raise CommandError(f"line {progress.input.number}: {declined}") from declined
+            raise CommandError(f"line {progress.input.number}: {failed}") from failed
         progress.task_id, progress.rollouts = task["task_id"], task["rollouts"]
 
     def _update(self, progress: Progress) -> None:

@@ -53,7 +53,7 @@ class Run:
 
 Ask = Callable[[str, Sequence[Mapping[str, Any]], Mapping[str, Any]], Awaitable[str]]
 """(model, chat messages, sampling) -> the text of a frozen model's reply, sampled outside the rollout's session. Raises
-`SessionFailed`, of which `SessionRefused` counts as a failure of the evaluator."""
+`ServiceError`, of which `RequestRefused` and `ResourceNotFound` count as failures of the evaluator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Evaluator(Protocol):
         """Raises `BadEvaluator`. Called when a task is submitted: it may look at the options and nothing else."""
 
     async def evaluate(self, case: Case) -> Score:
-        """Raises `EvaluationFailed`, `RuntimeFailed` if the runtime broke, and `SessionFailed` if the service did not answer a call to a
+        """Raises `EvaluationFailed`, `RuntimeFailed` if the runtime broke, and `ServiceError` if the service did not answer a call to a
         model."""
 
 

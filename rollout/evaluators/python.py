@@ -15,10 +15,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
+from contract.errors import ServiceError
 from contract.tasks import EvaluatorSpec, Task
 from rollout.evaluators.base import Case, EvaluationFailed, Options, Score, Text, parse_score
 from rollout.runtimes.base import RuntimeFailed
-from rollout.sessions import SessionFailed
 
 _ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
@@ -51,7 +51,7 @@ class PythonEvaluator:
         function = await asyncio.to_thread(_load_function, entry)
         try:
             value = await _call(function, case)
-        except (EvaluationFailed, RuntimeFailed, SessionFailed):
+        except (EvaluationFailed, RuntimeFailed, ServiceError):
             raise
         except (Exception, SystemExit) as error:
             raise EvaluationFailed(f"{entry} raised {type(error).__name__}: {error}") from error

@@ -94,7 +94,7 @@ FAULTS = (
     Fault(
         "A lease that was lost passes for acknowledged, and the batch is trained twice.",
         "            if error.status not in (404, 409):\n                raise\n",
-        "            return self._transport.request('GET', '/healthz')\n",
+        "            return self._service.request('GET', '/healthz')\n",
         _CLIENT,
     ),
     Fault(

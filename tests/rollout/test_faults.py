@@ -21,6 +21,7 @@ import httpx
 import pytest
 
 from contract.attempts import AttemptId, Failure
+from contract.errors import NoAnswer, RequestRefused
 from contract.sessions import Unserved
 from contract.tasks import EvaluatorSpec, Exec, HarnessSpec, RuntimeSpec
 from proxy.call.writer import FailureNotes
@@ -36,7 +37,7 @@ from rollout.harnesses.definition import parse
 from rollout.logs import AttemptLogs
 from rollout.runtimes.base import Executed, Runtime
 from rollout.runtimes.command_runtime import CommandRuntime
-from rollout.sessions import Judge, NoAnswer, SessionRefused, Sessions
+from rollout.sessions import Judge, Sessions
 from rollout.stages import Slots, Stage, within
 from rollout.steps import check_run, remove
 from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine
@@ -373,7 +374,7 @@ async def test_a_judge_is_asked_also_while_trainers_are_behind(engine: ScriptedE
             await sessions.close_session("t.0.1", "failed")
             await sessions.delete("t.0.1")
             await asyncio.wait_for(sessions.create("u.0.1", group_id="u", group_size=1), SECONDS)
-            with pytest.raises(SessionRefused, match="left out of training"):
+            with pytest.raises(RequestRefused, match="left out of training"):
                 await sessions.create("v.0.1", group_id="v", trained=False)
 
 
@@ -410,7 +411,7 @@ async def test_a_group_that_has_begun_is_completed_by_a_node_whose_only_slot_is_
 ) -> None:
     """Trainers are behind, so the more urgent task is held back. It kept the slot, and the group stayed incomplete for ever."""
     monkeypatch.setattr("proxy.store.tasks.work.HOLD_SECONDS", 1.0)
-    monkeypatch.setattr("rollout.sessions.LONGEST_RETRY_SECONDS", 0.1)
+    monkeypatch.setattr("contract.client.LONGEST_PAUSE_SECONDS", 0.1)
     monkeypatch.setattr("rollout.node.LOOK_SECONDS", 0.2)
     gate = tmp_path / "gate"
     with RunningService(engine.url, redis_url, engine_api="token", max_undelivered_groups=1) as service:
@@ -573,17 +574,17 @@ async def test_a_service_that_is_away_for_long_uses_up_no_attempt(world: World, 
 async def test_a_rollout_waits_for_its_model_and_uses_up_no_attempt(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The list of models is refused for a while, then empty, then whole."""
     monkeypatch.setattr("rollout.course.LONGEST_PAUSE_SECONDS", 0.05)
-    request, answers = (
-        httpx.AsyncClient.request,
+    send, answers = (
+        httpx.AsyncClient.send,
         [httpx.Response(503), httpx.Response(429), httpx.Response(200, json={"data": []})],
     )
 
-    async def asked(self: httpx.AsyncClient, method: str, url: Any, **more: Any) -> httpx.Response:
-        if str(url).endswith("/v1/models") and answers:
+    async def asked(self: httpx.AsyncClient, request: httpx.Request, **more: Any) -> httpx.Response:
+        if request.url.path.endswith("/v1/models") and answers:
             return answers.pop(0)
-        return await request(self, method, url, **more)
+        return await send(self, request, **more)
 
-    monkeypatch.setattr(httpx.AsyncClient, "request", asked)
+    monkeypatch.setattr(httpx.AsyncClient, "send", asked)
     env = {"OPENAI_BASE_URL": "{openai}", "OPENAI_API_KEY": "{api_key}"}
     argv = ["sh", "-c", f"test $0 = policy && {ASK}", "{model}", "{prompt}"]
     definition = {"description": "asks", "dialect": "chat", "argv": argv, "env": env}

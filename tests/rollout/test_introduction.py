@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cli import control as token_of
-from cli.control import CommandClient, Declined
+from cli.control import CommandClient, RequestFailed
 from cli.node import await_admission, await_listing
 from cli.refusal import CommandError
 from contract.attempts import NodeState
@@ -55,7 +55,7 @@ async def test_a_node_is_let_in_with_a_token_of_its_own_or_the_admins(
         await await_admission(control)
         if variable == token_of.NODE:
             for path in ("/tasks", "/sessions"):
-                with pytest.raises(Declined, match="the node token does not open this"):
+                with pytest.raises(RequestFailed, match="the node token does not open this"):
                     await asyncio.to_thread(control.get, path)
 
 

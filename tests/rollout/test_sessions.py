@@ -8,10 +8,11 @@ import httpx
 import msgpack
 import pytest
 
+from contract.errors import NoAnswer, ResourceConflict, ResourceNotFound, ServiceError
 from contract.tasks import HarnessSpec, Task
 from reconstruct.roles import RoleRule
 from rollout.course import open_member
-from rollout.sessions import NoAnswer, NoSession, SessionConflict, SessionFailed, Sessions
+from rollout.sessions import Sessions
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.service.redis_server import RedisServer
@@ -51,10 +52,10 @@ async def test_a_session_is_opened_called_rewarded_and_closed(token_service: Run
         await sessions.close_session("life.0.1", "completed")
         kept = await sessions.load("life.0.1")
         assert (kept["status"], kept["reward"], kept["group_size"]) == ("completed", 0.5, 2)
-        with pytest.raises(SessionConflict):
+        with pytest.raises(ResourceConflict):
             await sessions.close_session("life.0.1", "failed")
         assert await sessions.delete("life.0.1") and not await sessions.delete("life.0.1")
-        with pytest.raises(NoSession):
+        with pytest.raises(ResourceNotFound):
             await sessions.load("life.0.1")
 
 
@@ -77,7 +78,7 @@ async def test_what_a_definition_says_of_its_harness_goes_with_the_session_of_a_
 async def test_a_session_that_is_there_already_is_left_alone(token_service: RunningService) -> None:
     async with Sessions(token_service.url, ADMIN) as sessions:
         await sessions.create("taken", metadata={"whose": "another's"})
-        with pytest.raises(SessionConflict, match="already"):
+        with pytest.raises(ResourceConflict, match="already"):
             await sessions.create("taken")
         assert (await sessions.load("taken"))["metadata"] == {"whose": "another's"}
 
@@ -116,7 +117,7 @@ async def test_what_may_pass_is_tried_again_and_what_may_not_is_told_at_once(scr
     async with Sessions(scripted.url, ADMIN) as sessions:
         await sessions.close_session("s", "failed", error="it crashed")
         assert scripted.received[-1].body == {"status": "failed", "error": "it crashed"}
-        with pytest.raises(SessionFailed, match="reward: it is not finite"):
+        with pytest.raises(ServiceError, match="reward: it is not finite"):
             await sessions.reward("s", 1.0)
     assert len(scripted.received) == 4
 

@@ -106,6 +106,6 @@ def test_leases_a_silent_service_is_not_told_of_expire_and_one_line_says_so(
         leases.hold("a")
         leases.hold("b")
     assert [record.message for record in caplog.records] == [
-        "up to 2 leases could not be given back and will expire: POST /batches/a/nack: 503 Redis is down"
+        f"up to 2 leases could not be given back and will expire: POST {service.url}/batches/a/nack: 503 Redis is down"
     ]
     assert count(service, "b/nack") == 0

@@ -11,15 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from contract.errors import NoAnswer, ServiceError
 from tests.support.service.scripted_service import Answer, ScriptedService, error_answer, json_answer
 from trainer_client.client import TrainerClient
-from trainer_client.errors import (
-    ConnectionFailed,
-    InvalidAnswer,
-    ServiceError,
-    UnpublishableWeights,
-    VersionConflict,
-)
+from trainer_client.errors import InvalidAnswer, UnpublishableWeights, VersionConflict
 from trainer_client.publish import ReplicaFailed, prune_versions, write_weights
 
 PUSH, CURRENT = "POST /weights", "GET /weights"
@@ -100,7 +95,7 @@ def test_the_folder_of_a_served_version_is_not_overwritten(
 
 def test_a_push_that_may_have_begun_is_not_repeated(service: ScriptedService, client: TrainerClient) -> None:
     service.script(PUSH, Answer(drop=True))
-    with pytest.raises(ConnectionFailed) as error:
+    with pytest.raises(NoAnswer) as error:
         client.publish("/weights/4", 4)
     assert len(pushes(service)) == 1 and "may have happened" in error.value.__notes__[0]
 

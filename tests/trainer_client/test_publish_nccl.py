@@ -136,7 +136,7 @@ def network(engines: list[ScriptedEngine]) -> Network:
 @pytest.fixture
 def publisher(service: RunningService, network: Network) -> Iterator[NcclPublisher]:
     with TrainerClient(service.url, TRAINER, retry_seconds=5) as client:
-        made = NcclPublisher(client._transport, torch.nn.Linear(2, 3), WHERE, open_sender=network.open)
+        made = NcclPublisher(client._service, torch.nn.Linear(2, 3), WHERE, open_sender=network.open)
         yield made
         made.close()
 
@@ -169,7 +169,7 @@ def test_parameters_that_vllm_does_not_describe_again_are_unchanged(
     """They were taken for a change, and the error came beside the broadcast, with the engines waiting in NCCL. The engines are told all of
     them each time."""
     with TrainerClient(service.url, TRAINER, retry_seconds=5) as client:
-        publisher = NcclPublisher(client._transport, torch.nn.Linear(2, 3), WHERE, open_sender=network.open_shaped)
+        publisher = NcclPublisher(client._service, torch.nn.Linear(2, 3), WHERE, open_sender=network.open_shaped)
         for version in (1, 2):
             push = publisher.publish(version)
             assert push is not None and push.applied
@@ -192,7 +192,7 @@ def test_a_trainer_with_another_vllm_is_refused_before_anything_begins(
     other.__version__ = "0.34.1"
     monkeypatch.setitem(sys.modules, "vllm", other)
     with TrainerClient(service.url, TRAINER) as client:
-        publisher = NcclPublisher(client._transport, torch.nn.Linear(2, 3), WHERE)
+        publisher = NcclPublisher(client._service, torch.nn.Linear(2, 3), WHERE)
         with pytest.raises(
             UnpublishableWeights, match=r"as vLLM 0\.32 and 0\.33 does, and the trainer has vLLM 0\.34\.1: install one"
         ):
@@ -258,7 +258,7 @@ def test_other_ranks_of_the_trainer_only_take_part_in_the_gathering(service: Run
             """Nothing is open."""
 
     with TrainerClient(service.url, TRAINER) as client:
-        publisher = NcclPublisher(client._transport, None, WHERE, rank=1, open_sender=lambda *_: Gathering())
+        publisher = NcclPublisher(client._service, None, WHERE, rank=1, open_sender=lambda *_: Gathering())
         assert publisher.publish(1) is None
     assert gathered.is_set()
 

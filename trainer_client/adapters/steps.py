@@ -13,9 +13,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from contract.errors import ClientClosed, ClientError
 from trainer_client.batch import Batch
 from trainer_client.client import TrainerClient
-from trainer_client.errors import ClientClosed, InvalidAnswer, TrainerClientError
+from trainer_client.errors import InvalidAnswer
 
 
 class Steps:
@@ -35,7 +36,7 @@ class Steps:
 
         `checkpoint`: safetensors saved after the step that is acked now; they are published first, as the version after the served one.
 
-        Raises what `TrainerClient.publish` raises, LeaseLost if the lease of a finished step was lost, ConnectionFailed or Unavailable
+        Raises what `TrainerClient.publish` raises, LeaseLost if the lease of a finished step was lost, ServiceUnavailable
         if it could not be acked (in each case its rows may be trained on twice), ClientClosed, and what `TrainerClient.lease` raises;
         the groups leased for the new step are then given back.
         """
@@ -52,12 +53,12 @@ class Steps:
         return Batch.join(parts)
 
     def finish(self) -> None:
-        """Ack every outstanding step after a successful end. Raises LeaseLost, ConnectionFailed or Unavailable."""
+        """Ack every outstanding step after a successful end. Raises LeaseLost, ServiceUnavailable."""
         while self._out:
             _end(self._out.popleft(), Batch.ack)
 
     def give_back(self) -> None:
-        """Nack every outstanding step, which was not trained on. Raises LeaseLost, ConnectionFailed or Unavailable."""
+        """Nack every outstanding step, which was not trained on. Raises LeaseLost, ServiceUnavailable."""
         while self._out:
             _end(self._out.popleft(), Batch.nack)
 
@@ -73,13 +74,13 @@ class Steps:
 
 def _end(parts: list[Batch], action: Callable[[Batch], None]) -> None:
     # End every lease even if one fails: otherwise the rest would be extended forever.
-    failed: list[TrainerClientError] = []
+    failed: list[ClientError] = []
     for part in parts:
         try:
             with ExitStack() as opened:
                 opened.push(part)
                 action(part)
-        except TrainerClientError as error:
+        except ClientError as error:
             failed.append(error)
     if failed:
         raise failed[0]

@@ -24,11 +24,11 @@ from typing import Any, Literal, Self, Unpack
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from contract.errors import ClientError
 from trainer_client.adapters.microbatches import Cut, Microbatch
 from trainer_client.advantages import grpo
 from trainer_client.batch import Batch
 from trainer_client.client import LeaseTerms, TrainerClient
-from trainer_client.errors import TrainerClientError
 from trainer_client.held_leases import HeldLeases
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class LeasedRows(IterableDataset[BatchShare]):
             del self._acked[lease_id]
             try:
                 self._own_desk().leases.ack(lease_id)
-            except TrainerClientError as error:
+            except ClientError as error:
                 failures.append(error)
         if failures:
             raise failures[0]

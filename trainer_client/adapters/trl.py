@@ -29,11 +29,12 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from contract.errors import ClientClosed
 from trainer_client.adapters.microbatches import Rows
 from trainer_client.adapters.torch_dataset import BatchShare, LeasedRows
 from trainer_client.arrays import PackedBatch
 from trainer_client.client import Mode, TrainerClient
-from trainer_client.errors import ClientClosed, UnpublishableWeights, VersionConflict
+from trainer_client.errors import UnpublishableWeights, VersionConflict
 from trainer_client.publish import version_folder
 
 

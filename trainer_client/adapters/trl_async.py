@@ -28,10 +28,11 @@ from datasets import Dataset
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
+from contract.errors import ClientClosed
 from trainer_client.adapters.microbatches import Rows
 from trainer_client.adapters.torch_dataset import BatchShare, LeasedRows
 from trainer_client.client import Mode, TrainerClient
-from trainer_client.errors import ClientClosed, VersionConflict
+from trainer_client.errors import VersionConflict
 
 
 class PublishTransfer:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from contract.errors import NoAnswer
 from rollout.evaluators.base import BadEvaluator, BadReward, Case, EvaluationFailed, Score
 from rollout.evaluators.catalogue import load
 from rollout.runtimes.base import RuntimeFailed
-from rollout.sessions import NoAnswer
 from tests.support.runtimes.evaluations import RUN, case_of, check, evaluated
 
 HERE = __name__

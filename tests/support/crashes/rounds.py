@@ -21,6 +21,7 @@ from pathlib import Path
 
 import httpx
 
+from contract.client import ServiceClient
 from tests.support.crashes.agents import Agents, Told
 from tests.support.crashes.oracle import Checked, check_all
 from tests.support.crashes.setups import Setup
@@ -32,7 +33,6 @@ from tests.support.service.verbatim_process import ADMIN, TRAINER, wait_until
 from trainer_client.client import TrainerClient
 from trainer_client.errors import LeaseLost
 from trainer_client.lease import Lease
-from trainer_client.transport import Transport
 
 WORDS = ["fish", "fishing", "ing", "sing", "ring", "the", "cat", "dog", "value", "answer", "step", "Paris", "weather"]
 PROGRESS_SECONDS = 60.0
@@ -183,14 +183,14 @@ class CrashRounds:
         steps = self._steps()
         settled = {step["lease"] for step in steps if step["what"] in ("acknowledged", "lost")}
         doubtful = {step["lease"] for step in steps if step["what"] == "acknowledging"} - settled
-        transport = Transport(self._setup.services[0].url, TRAINER, timeout_seconds=10, retry_seconds=20)
+        client = ServiceClient(self._setup.services[0].url, TRAINER, timeout_seconds=10, retry_seconds=20)
         for lease_id in sorted(doubtful):
             try:
-                Lease(transport, lease_id, 0.0, lease_seconds=1.0, keep=False).ack()
+                Lease(client, lease_id, 0.0, lease_seconds=1.0, keep=False).ack()
             except LeaseLost:
                 continue
             write("confirmed", lease=lease_id)
-        transport.close()
+        client.close()
 
     def _undelivered(self) -> set[str]:
         steps = self._steps()

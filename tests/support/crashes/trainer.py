@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from contract.errors import ClientError
 from reconstruct.trajectory import Trajectory
 from trainer_client.batch import Batch
 from trainer_client.client import TrainerClient
-from trainer_client.errors import LeaseLost, TrainerClientError
+from trainer_client.errors import LeaseLost
 
 LEASE_SECONDS = 2.0
 BATCHES_PER_SERVICE = 4
@@ -36,7 +37,7 @@ def main() -> None:
             try:
                 for _ in range(BATCHES_PER_SERVICE):
                     work(client, write, dice)
-            except TrainerClientError as error:
+            except ClientError as error:
                 write("failed", error=f"{type(error).__name__}: {error}")
                 time.sleep(0.1)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from contract.errors import ClientClosed, ServiceUnavailable
 from examples.trainers import slime_rollout
 from examples.trainers.skyrl_generator import VerbatimGenerator
 from tests.support.service.scripted_service import ScriptedService, error_answer, json_answer
@@ -18,7 +19,7 @@ from tests.support.sessions.trainer_libraries import checked, recorded
 from tests.support.sessions.training_rows import leased, trajectory
 from trainer_client import TrainerClient
 from trainer_client.adapters.steps import Steps
-from trainer_client.errors import ClientClosed, InvalidAnswer, LeaseLost, Unavailable
+from trainer_client.errors import InvalidAnswer, LeaseLost
 from trainer_client.publish import ReplicaFailed
 
 LEASE = "POST /batches/lease"
@@ -100,7 +101,7 @@ def test_a_lease_that_cannot_be_acknowledged_is_told_and_the_others_are_no_longe
     with TrainerClient(service.url, "trainer-token", retry_seconds=0) as impatient:
         steps = Steps(impatient, 3)
         steps.take()
-        with pytest.raises(Unavailable, match="Redis is down"):
+        with pytest.raises(ServiceUnavailable, match="Redis is down"):
             steps.finish()
     assert ended(service) == ["l0/ack", "l0/nack", "l1/ack"]
     assert not [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("lease-keeper")]

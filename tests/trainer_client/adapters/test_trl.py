@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainerState
 
+from contract.errors import ClientClosed
 from reconstruct.records import Span
 from tests.support.service.running_service import TRAINER, RunningService
 from tests.support.sessions.finished_groups import finish, groups
@@ -24,7 +25,7 @@ from trainer_client.adapters.torch_dataset import LeasedRows
 from trainer_client.advantages import grpo
 from trainer_client.batch import Batch
 from trainer_client.client import TrainerClient
-from trainer_client.errors import ClientClosed, UnpublishableWeights, VersionConflict
+from trainer_client.errors import UnpublishableWeights, VersionConflict
 from trainer_client.recompute import recompute
 
 # A trainer's machine has no vLLM. Where there is one TRL imports it, which takes long, and warns of versions it does not know.

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from contract.errors import ClientClosed
 from tests.support.service.running_service import TRAINER, RunningService
 from tests.support.sessions.finished_groups import finish, groups
 from trainer_client.adapters.microbatches import Padded, Rows
@@ -25,7 +26,7 @@ from trainer_client.adapters.torch_dataset import LeasedRows
 from trainer_client.advantages import grpo
 from trainer_client.batch import Batch
 from trainer_client.client import TrainerClient
-from trainer_client.errors import ClientClosed, VersionConflict
+from trainer_client.errors import VersionConflict
 from trainer_client.recompute import recompute
 
 # As in test_trl.py: a trainer's machine has no vLLM.
