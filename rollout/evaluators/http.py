@@ -10,13 +10,14 @@ import asyncio
 import base64
 import json
 import os
+import random
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import httpx
 from pydantic import AfterValidator, Field
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from contract.tasks import EvaluatorSpec, Task
 from rollout.evaluators.base import (
@@ -129,19 +130,17 @@ async def _build_body(case: Case, options: HttpOptions) -> dict[str, Any]:
 
 async def _post(options: HttpOptions, body: Mapping[str, Any]) -> httpx.Response:
     """The 2xx answer. Raises `EvaluationFailed`."""
-    tries = AsyncRetrying(
-        retry=retry_if_exception_type(_Unanswered),
-        stop=stop_after_attempt(1 + options.retries),
-        wait=wait_random_exponential(multiplier=options.backoff_seconds, max=LONGEST_WAIT_SECONDS),
-        reraise=True,
-    )
     headers = httpx.Headers({"Content-Type": "application/json"})
     headers.update(_build_headers(options))
     try:
         # In a thread: a large body takes seconds to encode.
         content = (await asyncio.to_thread(json.dumps, body, allow_nan=False)).encode()
         async with httpx.AsyncClient(timeout=options.timeout_seconds) as client:
-            return await tries(_try, client, options.url, headers, content)
+            for made in range(options.retries):
+                with suppress(_Unanswered):
+                    return await _try(client, options.url, headers, content)
+                await asyncio.sleep(random.uniform(0, min(LONGEST_WAIT_SECONDS, options.backoff_seconds * 2.0**made)))
+            return await _try(client, options.url, headers, content)
     except _Unanswered as error:
         raise EvaluationFailed(f"{error}, {1 + options.retries} times") from error
     except ValueError as error:
