@@ -1,7 +1,7 @@
-"""The table of cases that must hold, in tests/README.md. Each is a numbered sentence there, and the tests that show it bear its number:
-`@pytest.mark.case(30)`. From the marks its column of tests is written.
+"""The cases that must hold, in tests/README.md. Each is a numbered sentence there, and the tests that show it bear its number:
+`@pytest.mark.case(30)`.
 
-python -m tests.support.documents.cases --write     without --write: only says whether the page has the tests
+python -m tests.support.documents.cases 30      the tests of a case; without a number, of all
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from pathlib import Path
 from tests import ROOT
 
 PAGE = ROOT / "tests" / "README.md"
-COMMAND = "python -m tests.support.documents.cases --write"
 
-_ROW = re.compile(r"^\| (\d+) \| (.*?) \|.*$", re.MULTILINE)
+_ROW = re.compile(r"^\| (\d+) \| (.*) \|$", re.MULTILINE)
 
 
 def find_tests(folder: Path = ROOT / "tests") -> Mapping[int, Sequence[str]]:
@@ -40,24 +39,23 @@ def _read_marks(module: ast.Module) -> Iterator[tuple[int, str]]:
                     yield from ((ast.literal_eval(number), each.name) for number in mark.args)
 
 
-def write(page: str, tests: Mapping[int, Sequence[str]]) -> str:
-    """The page with its columns of tests. Raises ValueError for a case without tests, a mark without a case, and a number that two have."""
-    numbers = [int(number) for number, _ in _ROW.findall(page)]
+def check(page: str, tests: Mapping[int, Sequence[str]]) -> Mapping[int, str]:
+    """The sentences of the page by number. Raises ValueError for a case without tests, a mark without a case, a number that two have."""
+    rows = [(int(number), sentence) for number, sentence in _ROW.findall(page)]
+    numbers = [number for number, _ in rows]
     if len(set(numbers)) < len(numbers) or set(numbers) != tests.keys():
         wrong = sorted({*tests} ^ {*numbers}) or sorted(each for each in set(numbers) if numbers.count(each) > 1)
         raise ValueError(f"of these cases either the sentence or the tests are missing, or there are two: {wrong}")
-    return _ROW.sub(lambda row: f"| {row[1]} | {row[2]} | {', '.join(f'`{name}`' for name in tests[int(row[1])])} |", page)
+    return dict(rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write tests/README.md")
-    page = PAGE.read_text()
-    written = write(page, find_tests())
-    if parser.parse_args().write:
-        PAGE.write_text(written)
-    elif written != page:
-        raise SystemExit(f"tests/README.md names other tests than bear the marks: {COMMAND}")
+    parser.add_argument("numbers", nargs="*", type=int, help="of the cases to show")
+    wanted, tests = parser.parse_args().numbers, find_tests()
+    for number, sentence in check(PAGE.read_text(), tests).items():
+        if not wanted or number in wanted:
+            print(f"{number}  {sentence}", *tests[number], sep="\n    ")  # noqa: T201
 
 
 if __name__ == "__main__":
