@@ -1,6 +1,6 @@
 """What the runs showed, as one table at the end of the tests: one row for each.
 
-With VERBATIM_KEEP_RESULTS=1 the table is written to `benchmarks/results/harnesses.json` and `.md` too.
+With VERBATIM_KEEP_RESULTS=1 the table is written to `benchmarks/results/harnesses.json` too.
 """
 
 from __future__ import annotations
@@ -103,8 +103,6 @@ def keep(figures: list[Figure], folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     text = json.dumps([asdict(figure) for figure in figures], indent=2)
     (folder / "harnesses.json").write_text(text + "\n", encoding="utf-8")
-    table = "\n".join(_markdown([figure.cells for figure in figures]))
-    (folder / "harnesses.md").write_text(table + "\n", encoding="utf-8")
 
 
 def _markdown(rows: list[list[str]]) -> list[str]:
