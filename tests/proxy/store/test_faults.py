@@ -18,7 +18,6 @@ import pytest
 from openai import APIError, InternalServerError
 
 from proxy.errors import StoreUnavailable
-from proxy.settings import Settings
 from proxy.store.connection import StoreConnection
 from proxy.store.states import Intent, SessionInfo
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
@@ -189,8 +188,8 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[StoreConnection]:
     made: list[StoreConnection] = []
     connect = StoreConnection.to
 
-    def to(settings: Settings, url: str | None) -> StoreConnection:
-        made.append(connect(settings, url))
+    def to(*given: Any) -> StoreConnection:
+        made.append(connect(*given))
         return made[-1]
 
     monkeypatch.setattr(StoreConnection, "to", to)
