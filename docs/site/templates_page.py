@@ -18,7 +18,7 @@ the engine was given and had sampled. And every prompt is the template's own ren
 calls, wherever that rendering begins with what was sampled.
 
 One row is the best there is. More cost tokens, never correctness; the reasons are those of
-[`branch_reason`](concepts.md#the-session-tree). `thinking_dropped` is the template's own doing: at that point it hides from the model
+[`branch_reason`](../concepts.md#the-session-tree). `thinking_dropped` is the template's own doing: at that point it hides from the model
 what the model thought, and `VERBATIM_THINKING=retain` keeps it. A dash: the template has no such conversation (no thinking, one call per
 turn, no tools, or it refuses it).
 
