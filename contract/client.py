@@ -73,6 +73,8 @@ class Attempts:
         self._count += 1
         error.attempts = self._count
         if self._rule.waits and isinstance(error, HeldBack):
+            # It works: whatever fails later is another outage.
+            self._failed_at = None
             return hold_seconds(error)
         if not self._rule.may_pass(error):
             raise error

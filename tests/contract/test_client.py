@@ -255,8 +255,8 @@ ERRORS = st.tuples(st.sampled_from([None, 409, 429, 502, 503]), st.none() | st.f
 def test_attempts_end_in_time_and_after_an_error_that_cannot_pass(
     errors: list[tuple[int | None, float | None]], takes: list[float], rule: RetryRule, retry_seconds: float
 ) -> None:
-    """Whatever fails, and however long each attempt takes: from the first failure that is no 429 to the beginning of the last attempt is
-    less than `retry_seconds`, apart from what the attempts themselves take."""
+    """Whatever fails, and however long each attempt takes: from the first failure since a request was last held back to the beginning of
+    the last attempt is less than `retry_seconds`."""
     now, begun = 0.0, None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("contract.client.time.monotonic", lambda: now)
@@ -265,7 +265,10 @@ def test_attempts_end_in_time_and_after_an_error_that_cannot_pass(
             now += seconds
             error = failing(status, after)
             held = rule.waits and status == 429
-            begun = now if begun is None and not held else begun
+            if held:
+                begun = None
+            elif begun is None:
+                begun = now
             try:
                 pause = attempts.pause_after(error)
             except ServiceError as raised:
@@ -274,4 +277,14 @@ def test_attempts_end_in_time_and_after_an_error_that_cannot_pass(
             assert held or rule.may_pass(error)
             assert 0 <= pause <= 60
             now += pause
-            assert held or now - (begun or 0.0) < retry_seconds
+            assert begun is None or now - begun < retry_seconds
+
+
+def test_a_failure_after_a_long_hold_is_a_new_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a session held back for an hour is given up when the service restarts, if it had restarted before, too."""
+    now = iter([0.0, 3600.0])
+    monkeypatch.setattr("contract.client.time.monotonic", lambda: next(now))
+    attempts = Attempts(PATIENT, 120.0)
+    assert attempts.pause_after(failing(503, 1.0)) == 1.0
+    assert attempts.pause_after(failing(429, 60.0)) == 60.0
+    assert attempts.pause_after(failing(503, 1.0)) == 1.0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from tests.mutants import in_memo, in_proxy, in_reconstruct, in_rollout, in_store, in_trainer_client
+from tests.mutants import in_contract, in_memo, in_proxy, in_reconstruct, in_rollout, in_store, in_trainer_client
 from tests.mutants.fault import Fault
 
 FAULTS: tuple[Fault, ...] = (
+    *in_contract.FAULTS,
     *in_reconstruct.FAULTS,
     *in_store.FAULTS,
     *in_proxy.FAULTS,
