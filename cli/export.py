@@ -17,6 +17,7 @@ import typer
 
 from cli.options import Builder, OfGroup, ServiceUrl, check_installed
 from cli.refusal import CommandError
+from contract.attempts import ENDED
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 
 NEEDS = ("pyarrow",)
-CLOSED = ("completed", "failed", "timeout", "cancelled")
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
@@ -72,9 +72,9 @@ def export(
 
     check_installed("export", NEEDS, "archive")
     for name in status or ():
-        if name not in CLOSED:
-            raise CommandError(f"--status {name!r} is invalid: choose from {', '.join(CLOSED)}", exit_code=2)
-    wanted = ExportFilter(parse_time("--since", since), parse_time("--until", until), group, task, tuple(status or CLOSED))
+        if name not in ENDED:
+            raise CommandError(f"--status {name!r} is invalid: choose from {', '.join(ENDED)}", exit_code=2)
+    wanted = ExportFilter(parse_time("--since", since), parse_time("--until", until), group, task, tuple(status or ENDED))
     console = Console(stderr=True)
     with ArchiveApi(url) as api:
         try:

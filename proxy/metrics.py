@@ -26,6 +26,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from contract.attempts import ENDED
 from proxy.engine.replica import Replica
 from proxy.store.run import Curve, Point, merge
 from proxy.timeline import PARTS, STEPS, Timeline
@@ -99,7 +100,7 @@ class RunNumbers(Collector):
         labels = ["policy", "label"]
         ended = CounterMetricFamily("verbatim_run_rollouts", "Shared: closed sessions.", labels=[*labels, "status"])
         for curve, sums in self._sums():
-            for status in ("completed", "failed", "timeout", "cancelled"):
+            for status in ENDED:
                 ended.add_metric([curve.policy, curve.label, status], sums.count(status))
         yield ended
         kinds: list[tuple[Any, Any]] = [(CounterMetricFamily, SUMMED), (GaugeMetricFamily, CORRECTED)]

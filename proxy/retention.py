@@ -15,9 +15,10 @@ import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 
+from contract.attempts import ENDED
 from proxy import rows
 from proxy.api.archive import intents_as_wire, list_images
-from proxy.api.closing import CLOSED, delete_session
+from proxy.api.closing import delete_session
 from proxy.api.sessions import session_as_wire, unserved_as_wire
 from proxy.archive.folder import ArchiveError, ArchiveWriter, FolderBusy, KnownSessions
 from proxy.archive.tables import ArchivedSession
@@ -129,7 +130,7 @@ class Retention:
         closed = [
             state
             for state, member in zip(states, members, strict=True)
-            if state and state.status in CLOSED and member == keys.listing_member(state.info.created_at, state.info.session_id)
+            if state and state.status in ENDED and member == keys.listing_member(state.info.created_at, state.info.session_id)
         ]
         return await self._keep_free(closed)
 
@@ -178,7 +179,7 @@ class Retention:
     async def _fix_rewards(self, batch: list[SessionState]) -> list[SessionState]:
         """Those of the batch that may still go once their reward can no longer change, as they stand then."""
         marked = await asyncio.gather(*(self._services.sessions.mark_leased(state.info.session_id) for state in batch))
-        return await self._keep_free([state for state in marked if state is not None and state.status in CLOSED])
+        return await self._keep_free([state for state in marked if state is not None and state.status in ENDED])
 
     async def _archive(self, writer: ArchiveWriter, states: list[SessionState], cleared: Cleared) -> bool:
         """Writes the sessions to the archive; False when another process may be writing them by now."""

@@ -185,7 +185,7 @@ class Course:
         await self._wait_for_service(budget, parts.sessions.check_ready)
         model, limits = await self._find_model(harness.harness, opened, budget)
         done = await harness.run(parts.url, opened, model, limits)
-        # It helps people and nothing depends on it: a service of an earlier version refuses it.
+        # It helps people and nothing depends on it.
         with suppress(ServiceError):
             await parts.sessions.store_log(session_id, join_output(done.stdout, done.stderr))
         calls = await self._wait_for_service(budget, lambda: parts.sessions.list_calls(session_id))

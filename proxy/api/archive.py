@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
 
+from contract.attempts import ENDED
 from contract.sessions import SESSION_ID, Unserved
-from proxy.api.closing import CLOSED, fill_group, load_session
+from proxy.api.closing import fill_group, load_session
 from proxy.api.requests import (
     MSGPACK,
     Body,
@@ -188,7 +189,7 @@ def _check(part: Restore, state: SessionState, session_id: str) -> None:
     """Raise unless the part is of a closed session with that id and every record is one of its calls."""
     if state.info.session_id != session_id or not SESSION_ID.match(session_id):
         raise RequestError(f"the part is of session {state.info.session_id!r}", param="session")
-    if state.status not in CLOSED or state.closed_at is None:
+    if state.status not in ENDED or state.closed_at is None:
         raise Conflict(f"session {session_id} was {state.status}: only closed sessions can be imported", param="session")
     for number, (call_id, record) in enumerate(part.records, part.start):
         _check_record(session_id, number, call_id, record, forked=state.info.replay is not None)

@@ -9,10 +9,11 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import Field
 
+from contract.attempts import ENDED
 from contract.batches import AccountingView
 from contract.sessions import Role
 from proxy import rows
-from proxy.api.closing import CLOSED, load_session
+from proxy.api.closing import load_session
 from proxy.api.requests import (
     ENCODINGS,
     Body,
@@ -192,7 +193,7 @@ async def list_calls(
         services.sessions.load_intents(session_id),
     )
     form = choose_form(request)
-    in_flight = () if state.status in CLOSED else await services.peers.in_flight(intents)
+    in_flight = () if state.status in ENDED else await services.peers.in_flight(intents)
     start = CallsCursor.parse(cursor)
 
     def encoded() -> Response:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from contract.attempts import ENDED
 from proxy import rows
 from proxy.errors import Conflict, NotFound, StoreUnavailable, VerbatimError
 from proxy.services import Services
@@ -31,7 +32,6 @@ from reconstruct.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 
-CLOSED = ("completed", "failed", "timeout", "cancelled")
 RUN_ENDED = ("completed", "timeout")
 """Statuses of a trainable session: an agent that ran out of time still did what the policy made it do."""
 DELETED = "deleted"
@@ -75,10 +75,10 @@ async def reward_session(
     metadata: Mapping[str, Any],
 ) -> SessionState:
     """The session with its reward. A session already closed now joins its group. Raises as `set_reward` does."""
-    if (await load_session(services, session_id)).status in CLOSED:
+    if (await load_session(services, session_id)).status in ENDED:
         await services.delivery.announce(session_id, None, await services.clock.now())
     state = await services.sessions.set_reward(session_id, reward, per_call, per_branch, metadata)
-    if state.status in CLOSED:
+    if state.status in ENDED:
         await fill_group(services, state)
     return state
 
@@ -156,7 +156,7 @@ async def _resume(services: Services, announced: Announced) -> None:
             if request.created_at is not None:
                 await services.media.release(session_id, request.created_at)
             await services.delivery.retract(session_id)
-    elif state is not None and state.status in CLOSED:
+    elif state is not None and state.status in ENDED:
         await fill_group(services, state)
     elif state is not None and request is not None:
         await _finish_close(services, session_id, request.status, request.reward, request.error)
@@ -211,7 +211,7 @@ async def _finish_delete(services: Services, session_id: str) -> None:
     await _withdraw_deleted(services, session_id)
     await services.delivery.retract(session_id)
     services.cache.forget(session_id)
-    if state.status not in CLOSED:
+    if state.status not in ENDED:
         services.pool.release(session_id)
 
 
@@ -336,7 +336,7 @@ async def close_idle(services: Services, limit: int = 100) -> int:
 async def _close_if_idle(services: Services, session_id: str, idle_seconds: float) -> bool:
     """False if it is not idle; the store then records when it was last active."""
     state = await services.sessions.load(session_id)
-    if state is None or state.status in CLOSED:
+    if state is None or state.status in ENDED:
         await services.sessions.mark_active(session_id, None)
         return False
     state.info.check_understood()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import Field, FiniteFloat
 
+from contract.attempts import Ended
 from contract.rules import Metadata
 from contract.sessions import (
     Lookahead,
@@ -62,7 +63,7 @@ class Reward(Body, json_schema_extra={"example": {"reward": 1.0, "per_call": {},
 
 
 class Close(Body, json_schema_extra={"example": {"status": "completed", "reward": 1.0}}):
-    status: Literal["completed", "failed", "timeout", "cancelled"]
+    status: Ended
     reward: FiniteFloat | None = None
     """Default: the reward it already has, if any."""
     error: str | None = Field(None, max_length=65536)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.routing import APIRoute
 
+from contract.attempts import ENDED
 from proxy.errors import NotFound
 from proxy.store.states import SessionState
 from proxy.ui.pictures import Rewards
@@ -26,7 +27,6 @@ FEEDBACK_CHARACTERS = 400
 STATUSES = ("queued", "running", "completed", "cancelled")
 STAGES = ("queued", "preparing", "ready", "running", "evaluating", "concluding")
 ORDERS = ("lowest", "highest")
-ENDED = ("completed", "failed", "timeout", "cancelled")
 
 Text = Annotated[str, Query(max_length=500)]
 
