@@ -265,17 +265,14 @@ def write_conversations(chat: Path, path: Path) -> None:
     def write(temporary: Path) -> None:
         with chat.open(encoding="utf-8") as lines, pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
             while batch := list(islice(lines, BATCH_LINES)):
-                rows = [_as_columns(json.loads(line)) for line in batch]
+                made = map(json.loads, batch)
+                rows = [{name: _as_column(line.get(name), kind) for name, kind in CONVERSATION.items()} for line in made]
                 writer.write_table(pa.Table.from_pylist(rows, schema=stored).cast(schema))
 
     if chat.stat().st_size:
         write_whole(path, write)
     else:
         path.unlink(missing_ok=True)
-
-
-def _as_columns(line: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _as_column(line.get(name), kind) for name, kind in CONVERSATION.items()}
 
 
 def _as_column(value: Any, kind: str) -> Any:

@@ -65,7 +65,7 @@ async def session_page(services: Services, wanted: SessionFilter, cursor: str | 
             if wanted.accepts(state):
                 found.append(state)
                 if len(found) == PAGE and (at + 1 < len(states) or cursor is not None):
-                    return ListingPage(found, _cursor_after(state), searched)
+                    return ListingPage(found, listing_member(state.info.created_at, state.info.session_id), searched)
         if cursor is None:
             break
     return ListingPage(found, cursor, searched)
@@ -77,8 +77,3 @@ def _finds_text(state: SessionState, wanted: str) -> bool:
     if any(wanted in name.casefold() for name in named):
         return True
     return wanted in msgspec.json.encode([info.metadata, state.reward_metadata]).decode().casefold()
-
-
-def _cursor_after(state: SessionState) -> str:
-    """The cursor of the page that begins after a session."""
-    return listing_member(state.info.created_at, state.info.session_id)

@@ -281,7 +281,7 @@ class ContainerRuntime(CommandRuntime):
             line = wrap_in_shell(command.workdir, command.argv)
             _write_script(script, merge_variables(command.env), *self._get_first_lines(), owner=self._user)
             client = await self._make_client(self._engine, within, f"{MARK}={mark}", command.network or self._spec.network)
-            argv = [*client, *_make_reader(script), *line]
+            argv = [*client, "/bin/sh", "-c", _READER, f"{INSIDE}/{script.name}", *line]
             async with start_process(argv, env=self._engine.get_environment()) as process:
                 within.commands[mark] = processes.find_output_pipes(process.pid)
                 send = partial(_send, within, process, script)
@@ -385,11 +385,7 @@ def _kill(process: Process) -> None:
 
 
 _READER = 'exec 3<"$0" && rm "$0" && . /dev/fd/3 && exec 3<&- && exec "$@"'
-
-
-def _make_reader(script: Path) -> list[str]:
-    """The words that read the script in the container and become the words that follow."""
-    return ["/bin/sh", "-c", _READER, f"{INSIDE}/{script.name}"]
+"""Reads the script in the container and becomes the words that follow."""
 
 
 def _write_script(script: Path, env: Mapping[str, str], *lines: str, owner: int) -> None:
