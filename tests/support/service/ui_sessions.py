@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from proxy.api.sessions import session_as_wire
+from proxy.store.states import SessionInfo, SessionState
 from proxy.ui.conversation import CallSummary
 from reconstruct.codec import encode
 from tests.support.engine.scripted_engine import ScriptedEngine
@@ -247,27 +249,12 @@ def summary(number: int, parent: int | None, reason: str = "", **fields: Any) ->
 
 def imported(service: RunningService, talk: Talk, reward: float) -> None:
     """Put a told session into the store, as an archive does."""
-    session = {
-        "session_id": talk.session,
-        "created_at": 1_750_000_000.0,
-        "task_id": None,
-        "group_id": None,
-        "group_size": 1,
-        "metadata": {},
-        "sampling": {},
-        "status": "completed",
-        "calls": len(talk.calls),
-        "reward": reward,
-        "per_call": {},
-        "per_branch": {},
-        "reward_metadata": {},
-        "error": None,
-        "closed_at": 1_750_000_600.0,
-        "updated_at": 1_750_000_600.0,
-    }
+    ended = 1_750_000_600.0
+    info = SessionInfo(talk.session, b"", created_at=ended - 600.0)
+    state = SessionState(info, status="completed", calls=len(talk.calls), reward=reward, closed_at=ended, updated_at=ended)
     records = [(call.call_id, encode(call)) for call in talk.calls]
     part = {
-        "session": session,
+        "session": session_as_wire(state),
         "start": 0,
         "records": records,
         "last": True,
