@@ -33,6 +33,8 @@ from itertools import compress
 from types import TracebackType
 from typing import Any, Protocol
 
+import msgspec
+
 from proxy.errors import EngineFailed
 
 log = logging.getLogger(__name__)
@@ -130,38 +132,32 @@ TIMELINE: ContextVar[Timeline] = ContextVar("timeline", default=Timeline())  # n
 """The timeline of the call that the running task works for, so that the wire need not be told."""
 
 
-class Waiting:
+class Waiting(msgspec.Struct):
     """`with Waiting(STORE):` around an await; counts for the running task's call, where it works for one."""
 
-    __slots__ = ("_part", "_since", "_timeline")
+    part: int
+    since: float = msgspec.field(default_factory=time.perf_counter)
+    """It begins when it is made."""
 
-    def __init__(self, part: int) -> None:
-        self._timeline = TIMELINE.get()
-        self._part = part
-        self._since = time.perf_counter()
-
-    def __enter__(self) -> None:
-        """It begins when it is made."""
+    def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None:
-        self._timeline.end_wait(self._part, self._since)
+        TIMELINE.get().end_wait(self.part, self.since)
 
 
-class Within:
+class Within(msgspec.Struct):
     """`with Within(INTERPRET):` around what is a step of its own in the middle of another one."""
 
-    __slots__ = ("_before", "_step", "_timeline")
-
-    def __init__(self, step: int) -> None:
-        self._timeline = TIMELINE.get()
-        self._step = step
-        self._before = self._timeline.step
+    step: int
+    before: int = ADMIT
 
     def __enter__(self) -> None:
-        self._timeline.begin(self._step)
+        timeline = TIMELINE.get()
+        self.before = timeline.step
+        timeline.begin(self.step)
 
     def __exit__(self, *_: object) -> None:
-        self._timeline.begin(self._before)
+        TIMELINE.get().begin(self.before)
 
 
 def carried() -> Mapping[str, str]:
@@ -177,35 +173,35 @@ def carried() -> Mapping[str, str]:
 # After that time the task is cancelled where it waits, and the block raises TimeoutError. A cancellation from elsewhere stays one.
 
 
-class Deadline:
+class Deadline(msgspec.Struct, eq=False):
     """`seconds` 0 or None: never."""
 
-    __slots__ = ("_cancelling", "_over", "_seconds", "_task", "_timer")
-
-    def __init__(self, seconds: float | None) -> None:
-        self._seconds = seconds
-        self._over = False
-        self._timer: asyncio.TimerHandle | None = None
+    seconds: float | None
+    _over: bool = False
+    _task: asyncio.Task[Any] | None = None
+    _cancelling: int = 0
+    _timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> None:
-        if self._seconds:
+        if self.seconds:
             task = asyncio.current_task()
             if task is None:
                 raise RuntimeError("only a task can have a deadline")
             self._task, self._cancelling = task, task.cancelling()
-            self._timer = task.get_loop().call_later(self._seconds, self._end)
+            self._timer = task.get_loop().call_later(self.seconds, self._end)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._timer is not None:
+        if self._timer is not None and self._task is not None:
             self._timer.cancel()
             if self._over and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
                 raise TimeoutError from error
 
     def _end(self) -> None:
         self._over = True
-        self._task.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
 
 # Cancelling.

@@ -151,22 +151,20 @@ class Pulse:
         return max(self.heard_at, max((call.scope.heard_at for call in self.calls), default=0.0))
 
 
+@dataclass(slots=True, eq=False)
 class EngineCall:
     """`with EngineCall(replica, scope, streams=...) as call:` around the engine's work. Leaving it raises EngineUnavailable if the call was
     moved. `streams`: its tokens come as they are sampled."""
 
-    __slots__ = ("_cancelling", "_task", "begun_at", "doubtful", "moved", "replica", "scope", "streams")
-
-    def __init__(self, replica: Replica, scope: CancelScope, *, streams: bool) -> None:
-        self.replica = replica
-        self._cancelling = 0
-        self._task: asyncio.Task[Any] | None = None
-        self.scope = scope
-        self.streams = streams
-        self.begun_at = 0.0
-        self.moved = False
-        self.doubtful = False
-        """Whether it seemed lost when it was last looked at."""
+    replica: Replica
+    scope: CancelScope
+    streams: bool
+    begun_at: float = 0.0
+    moved: bool = False
+    doubtful: bool = False
+    """Whether it seemed lost when it was last looked at."""
+    _cancelling: int = 0
+    _task: asyncio.Task[Any] | None = None
 
     @property
     def heard_at(self) -> float:

@@ -81,7 +81,12 @@ class IdText:
         for item in self._written:
             if item.ids is ids:
                 return item.text
-        text = next((item.text for item in self._read if item.ids is ids), None) or self._format(ids)
+        for item in self._read:
+            if item.ids is ids:
+                text = item.text
+                break
+        else:
+            text = self._format(ids)
         self._remember(self._written, text, ids)
         return text
 
@@ -103,10 +108,12 @@ class IdText:
         return pack_ids(np.concatenate((head, pack_ids(_decode(b"[" + text[end + 1 :])))))
 
     def _format(self, ids: Ids) -> bytes:
-        prefixes = [item for item in self._written if _is_prefix(item.ids, ids)] if len(ids) >= self._short else []
-        if not prefixes:
+        known = None
+        for item in self._written if len(ids) >= self._short else ():
+            if (known is None or len(item.ids) > len(known.ids)) and _is_prefix(item.ids, ids):
+                known = item
+        if known is None:
             return _encode(ids.tolist())
-        known = max(prefixes, key=lambda item: len(item.ids))
         rest = _encode(ids[len(known.ids) :].tolist())
         return known.text if len(rest) == 2 else known.text[:-1] + b"," + rest[1:]
 
@@ -123,16 +130,13 @@ class IdText:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Written:
-    """A list of objects and its JSON text, in which each item ends at the offset in `ends`."""
+    """A list of objects and its JSON text, in which each item ends at the offset in `ends`. `size` is in bytes; the objects are taken to be
+    as long as their text, for a session's cache may have let them go."""
 
     items: list[Any]
     text: bytes
     ends: list[int]
-
-    @property
-    def size(self) -> int:
-        """In bytes; the objects are taken to be as long as their text, for a session's cache may have let them go."""
-        return 2 * len(self.text) + _ITEM_BYTES * len(self.items)
+    size: int
 
 
 class ObjectText:
@@ -159,9 +163,9 @@ class ObjectText:
         for item in new:
             end += 1 + len(item)
             ends.append(end)
-        written = _Written(list(items), b"%b%b]" % (head, b",".join(new)), ends)
-        self._remember(written, known)
-        return msgspec.Raw(written.text)
+        text = b"%b%b]" % (head, b",".join(new))
+        self._remember(_Written(list(items), text, ends, 2 * len(text) + _ITEM_BYTES * len(items)), known)
+        return msgspec.Raw(text)
 
     def _remember(self, written: _Written, before: _Written | None) -> None:
         """In place of the one that it goes on from, or else of the oldest."""

@@ -119,13 +119,13 @@ class PartialChoice(Protocol):
 C = TypeVar("C", bound=PartialChoice)
 
 
+@dataclass(slots=True, eq=False)
 class PartialReply:
     """`with PartialReply(choices) as reading:` around receiving a reply: if it breaks off after something was sampled, the error becomes
     `reading.broken`; if it ends without one of the choices, raises EngineFailed."""
 
-    def __init__(self, choices: Sequence[PartialChoice]) -> None:
-        self.broken: str | None = None
-        self._choices = choices
+    _choices: Sequence[PartialChoice]
+    broken: str | None = None
 
     def __enter__(self) -> PartialReply:
         return self

@@ -338,8 +338,12 @@ def find_stop(stops: Sequence[str], text: str, before: str) -> str | None:
 
 def _patience(choices: Sequence[SampledChoice]) -> float | None:
     """For how many seconds to wait for more of the reply, before what has arrived is parsed without it; None: for ever."""
-    waits = [choice.live.patience for choice in choices if choice.live is not None and not choice.finish_reason]
-    return min((patience for patience in waits if patience is not None), default=None)
+    shortest: float | None = None
+    for choice in choices:
+        patience = None if choice.live is None or choice.finish_reason else choice.live.patience
+        if patience is not None and (shortest is None or patience < shortest):
+            shortest = patience
+    return shortest
 
 
 def _can_stream(replica: Replica, job: SamplingJob, stream: bool) -> bool:
@@ -465,4 +469,4 @@ def _read_rendered(replica: Replica, answer: dict[str, msgspec.Raw], id_text: Id
 
 
 def _decode_fields(answer: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
-    return {name: msgspec.json.decode(value) for name, value in answer.items()}
+    return dict(zip(answer, map(msgspec.json.decode, answer.values()), strict=True))

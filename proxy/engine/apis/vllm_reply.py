@@ -307,17 +307,17 @@ def _first_tops(entry: Logprob, most: int) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(msgspec.json.decode(entry.top_logprobs, type=list[msgspec.Raw])[:most]))
 
 
+@dataclass(slots=True, eq=False)
 class GeneratedReply:
     """The answer to a generate request, as it arrives. `expansion` checks the prompt's images; `emit` is told of the first token."""
 
-    def __init__(self, choices: list[SampledChoice], expansion: ImageExpansion | None, emit: Emit | None) -> None:
-        self.choices = choices
-        self.cached_tokens = 0
-        self.prompt_logprobs: PromptLogprobs | None = None
-        self._expansion = expansion
-        self._emit = emit
-        self._choice: SampledChoice | None = None
-        """The last one that a piece was of."""
+    choices: list[SampledChoice]
+    _expansion: ImageExpansion | None
+    _emit: Emit | None
+    cached_tokens: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
+    _choice: SampledChoice | None = None
+    """The last one that a piece was of."""
 
     def take(self, answers: list[Generated]) -> bool:
         """Add what arrived together. Whether the text of a choice is to be parsed now."""

@@ -23,6 +23,7 @@ from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 import httptools
+import msgspec
 from aiohappyeyeballs import AddrInfoType, start_connection
 
 from proxy.timeline import TIMELINE
@@ -217,17 +218,15 @@ def _retry_after(headers: Mapping[bytes, bytes]) -> str:
     return _lower(headers).get(b"retry-after", b"").decode("latin-1")
 
 
-class WholeResponse:
+class WholeResponse(msgspec.Struct, eq=False):
     """An engine's answer that is wanted whole. It is there when `arrived` is done, which raises what broke it. `retry_after` is of a
     refusal, of which as much of the body counts as came: an engine may hang up while it refuses."""
 
+    arrived: asyncio.Future[None]
+    status: int = 0
+    retry_after: str = ""
+    body: bytes = b""
     waits = streams = False
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.status = 0
-        self.retry_after = ""
-        self.body = b""
-        self.arrived: asyncio.Future[None] = loop.create_future()
 
     def set_status(self, status: int, headers: Mapping[bytes, bytes]) -> None:
         self.status, self.retry_after = status, _retry_after(headers)
@@ -459,7 +458,7 @@ class Channels:
         """The whole answer, within `seconds` after the request is sent if they are not 0. As `post`; a GET where there is no body."""
         target = _target(url)
         channel = self._take_idle(target, headers) or await self._connect(target)
-        answer = WholeResponse(channel.loop)
+        answer = WholeResponse(channel.loop.create_future())
         channel.ask(self._format(b"GET" if body is None else b"POST", target, body, headers), answer, seconds)
         try:
             await answer.arrived
