@@ -210,7 +210,7 @@ def _node_fields(node: Node) -> tuple[Any, ...]:
         node.delta_ids.astype("<i4", copy=False).tobytes(),
         node.completion_ids.astype("<i4", copy=False).tobytes(),
         node.logprobs.astype("<f4", copy=False).tobytes(),
-        tuple((span.version, span.start, span.end) for span in node.spans),
+        [(span.version, span.start, span.end) for span in node.spans],
     )
 
 

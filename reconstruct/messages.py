@@ -243,23 +243,29 @@ def chain(root: bytes, digests: list[Digests], known: Sequence[bytes] = (), coun
     """
     fingerprints = list(known) or [root]
     start = len(fingerprints) - 1
-    positions = _positions(next((item.call_ids for item in reversed(digests[:start]) if item.call_ids), ()))
+    positions: dict[str, int] | None = None
     for at in range(start, len(digests)):
         if counts is not None:
             digests[at] = counts(at, fingerprints[-1])
         item = digests[at]
         place = b""
         if item.answers:
+            if positions is None:
+                positions = _find_positions(digests, at)
             position = positions.get(item.answers)
             place = item.answers.encode("utf-8", "surrogatepass") if position is None else b"#%d" % position
         fingerprints.append(hash_bytes(fingerprints[-1], item.digest, place))
         if item.call_ids:
-            positions = _positions(item.call_ids)
+            positions = None
     return fingerprints
 
 
-def _positions(call_ids: Sequence[str]) -> dict[str, int]:
-    return {call_id: position for position, call_id in enumerate(call_ids)}
+def _find_positions(digests: list[Digests], end: int) -> dict[str, int]:
+    """The positions of the tool calls of the last message before number `end` that has any."""
+    for at in range(end - 1, -1, -1):
+        if call_ids := digests[at].call_ids:
+            return {call_id: position for position, call_id in enumerate(call_ids)}
+    return {}
 
 
 def name_calls(replayed: Message, reply: Message, after: Sequence[Message]) -> Sequence[Message]:
@@ -288,7 +294,9 @@ def name_calls(replayed: Message, reply: Message, after: Sequence[Message]) -> S
 def minted_call_ids(message: Message) -> list[str]:
     """The call ids that the service minted into the message's tool-call ids (`call_<call id>_<position>`)."""
     calls = message.get("tool_calls")
-    places = map(read_tool_call_id, [call.get("id") or "" for call in calls]) if calls else ()
+    if not calls:
+        return []
+    places = map(read_tool_call_id, [call.get("id") or "" for call in calls])
     return [place[0] for place in places if place is not None]
 
 
@@ -334,14 +342,11 @@ def projection(sent: Message, replayed: Message, schemas: Mapping[str, Any] | No
             losses.append("reencoded")
         else:
             losses.append("trimmed")
-    sent_calls, calls = call_names(sent), call_names(replayed)
-    if canonical_json(sent_calls) != canonical_json(calls):
-        found = _calls_projection(sent_calls, calls, schemas or {})
+    if sent.get("tool_calls") or replayed.get("tool_calls"):
+        found = _calls_projection(sent, replayed, schemas or {})
         if found is None:
             return None
         losses += [loss for loss in found if loss not in losses]
-    elif _raw_arguments(sent) != _raw_arguments(replayed):
-        losses.append("arguments")
     sent_reasoning, reasoning = reasoning_of(sent), reasoning_of(replayed)
     if reasoning != sent_reasoning:
         if not reasoning.strip():
@@ -362,10 +367,11 @@ def declare(used: str, loss: str) -> str:
     return loss if used in ("", "exact") else f"{used},{loss}"
 
 
-def _calls_projection(
-    sent: list[tuple[str, Any]], replayed: list[tuple[str, Any]], schemas: Mapping[str, Any]
-) -> list[str] | None:
-    """The losses that explain the difference between the tool calls; None if they do not."""
+def _calls_projection(one: Message, other: Message, schemas: Mapping[str, Any]) -> list[str] | None:
+    """The losses that explain the difference between the tool calls of two messages; None if they do not."""
+    sent, replayed = call_names(one), call_names(other)
+    if canonical_json(sent) == canonical_json(replayed):
+        return [] if _raw_arguments(one) == _raw_arguments(other) else ["arguments"]
     if _adds_defaults(sent, replayed, schemas):
         return ["defaults"]
     sent, replayed = [(name, normalize(given)) for name, given in sent], [(name, normalize(given)) for name, given in replayed]

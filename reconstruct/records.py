@@ -72,21 +72,17 @@ Logprobs = NDArray[np.float32]
 def pack_ids(ids: Any) -> Ids:
     """`ids` as a read-only int32 array of shape (n,). Raises IdOutOfRange for an id beyond int32."""
     if type(ids) is list:
-        return _pack_list(ids)
+        # `struct` packs a list of integers in half of numpy's time and accepts nothing else.
+        try:
+            return np.frombuffer(struct.pack(f"={len(ids)}i", *ids), dtype=np.int32)
+        except struct.error as error:
+            raise IdOutOfRange(f"a token id is no integer of 32 bits: {error}") from error
     try:
         array = np.array(ids, dtype=np.int32).reshape(-1)
     except OverflowError as error:
         raise IdOutOfRange(f"a token id does not fit 32 bits: {error}") from error
     array.flags.writeable = False
     return array
-
-
-def _pack_list(ids: list[int]) -> Ids:
-    """`struct` packs a list of integers in half of numpy's time and accepts nothing else."""
-    try:
-        return np.frombuffer(struct.pack(f"={len(ids)}i", *ids), dtype=np.int32)
-    except struct.error as error:
-        raise IdOutOfRange(f"a token id is no integer of 32 bits: {error}") from error
 
 
 def pack_logprobs(logprobs: Any) -> Logprobs:

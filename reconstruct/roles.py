@@ -187,21 +187,22 @@ def _offers_tools(root: Call) -> bool:
         return True
 
 
+@dataclass(slots=True)
 class _Text:
     """A text to search, with its lower-case form cached."""
 
-    __slots__ = ("_small", "_text")
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._small: str | None = None
+    _text: str
+    _small: str | None = None
 
     def holds(self, expression: str) -> bool:
         words = _WORDS.get(expression)
         if words is not None:
             if self._small is None:
                 self._small = lower_case(self._text)
-            if not any(word in self._small for word in words):
+            for word in words:
+                if word in self._small:
+                    break
+            else:
                 return False
         return re.search(expression, self._text) is not None
 
