@@ -114,8 +114,11 @@ def _find_bending(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def _has_strict_tool(parameters: Mapping[str, Any]) -> bool:
     """Whether a chat engine was offered a tool whose arguments must follow their schema. (Offered any, it may use a grammar: unknown.)"""
-    functions = [tool.get("function") for tool in parameters.get("tools") or () if isinstance(tool, Mapping)]
-    return any(isinstance(function, Mapping) and function.get("strict") is True for function in functions)
+    for tool in parameters.get("tools") or ():
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if isinstance(function, Mapping) and function.get("strict") is True:
+            return True
+    return False
 
 
 def _note(value: Any) -> Any:

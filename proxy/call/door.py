@@ -439,7 +439,10 @@ class Parsing:
 
     def _parse_quickly(self, draft: Draft, parse: Parse, incoming: Incoming, again: bool) -> Request | None:
         """The request, None for one that would keep the event loop for long."""
-        if not _is_quick(incoming.body) or draft.seals.opened_bytes > LARGE_BYTES:
+        body = incoming.body
+        if len(body) > SMALL_BYTES and (len(body) > LARGE_BYTES or body.count(b",") > MANY_VALUES):
+            return None
+        if draft.seals.opened_bytes > LARGE_BYTES:
             return None
         draft.seals.most_bytes = LARGE_BYTES
         try:
@@ -482,7 +485,3 @@ class Parsing:
             except RequestError:
                 turn.closed_until = time.monotonic() + REST_FACTOR * (time.monotonic() - began)
                 raise
-
-
-def _is_quick(body: bytes) -> bool:
-    return len(body) <= SMALL_BYTES or (len(body) <= LARGE_BYTES and body.count(b",") <= MANY_VALUES)

@@ -64,8 +64,10 @@ class Draft:
         return split_body(body, listed, [memo.raw for memo in self._memos])
 
     def read(self, split: SplitBody, divide: Divide) -> tuple[list[HistoryMessage], list[bytes]]:
-        memo = next((memo for memo in self._memos if memo.raw is split.before), None)
-        reading, first = Reading().up_to(0) if memo is None else memo.reading.up_to(split.known)
+        reading, first = Reading(), 0
+        for memo in self._memos:
+            if memo.raw is split.before:
+                reading, first = memo.reading.up_to(split.known)
         for unit in divide(split.items(first)):
             if unit.fresh:
                 reading.places.append((first + unit.start, len(reading.messages), len(reading.aside)))

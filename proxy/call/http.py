@@ -290,12 +290,14 @@ class Client:
         """Whether everything went out to a client that was still there."""
         if self._direct is not None:
             return await self._direct.flushed()
-        await self._drain()
+        if self._sending is not None:
+            await self._sending
         return not self._left
 
     async def close(self) -> None:
         """The request is over; returns when all was sent."""
-        await self._drain()
+        if self._sending is not None:
+            await self._sending
         if self._watching is not None:
             self._watching.cancel()
             # The cancelled task holds this, which would hold it.
@@ -314,10 +316,6 @@ class Client:
             await self._send(self._queue.popleft())
             # Looked at before anything else runs: a server says at the end of an answer, too, that its client has left.
             self._left = self._watching is not None and self._watching.done()
-
-    async def _drain(self) -> None:
-        if self._sending is not None:
-            await self._sending
 
     async def _watch(self, leave: Callable[[], None]) -> None:
         while (await self.receive())["type"] != "http.disconnect":
@@ -388,7 +386,10 @@ class Routes:
     def guess_dialect(self, path: str) -> str:
         """The dialect whose error shape a client expects at this path, whether or not there is such an endpoint."""
         rest = re.sub(r"\A/s/[^/]+", "", path)
-        return next((name for pattern, name in self._owned if pattern.match(rest)), _DEFAULT)
+        for pattern, name in self._owned:
+            if pattern.match(rest):
+                return name
+        return _DEFAULT
 
     def find(self, method: str, path: str, headers: Mapping[str, str]) -> Route:
         """Raises NotFound for an unknown path, MethodNotAllowed and UpgradeRefused. Header names are lower case."""

@@ -8,7 +8,7 @@ that the next turn takes.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -93,16 +93,13 @@ class Memos:
             return
         goes_on = split.before is not None and len(split.before) - split.known <= _REWRITTEN
         others = [memo for memo in self._kept if not (goes_on and memo.raw is split.before)]
-        self._kept = tuple(_fitting([HistoryMemo(divide, raw, reading), *others[: self._most - 1]]))
-        self.size_bytes = sum(memo.size_bytes for memo in self._kept)
+        kept, room, size = [], _MOST_BYTES, 0
+        for memo in (HistoryMemo(divide, raw, reading), *others[: self._most - 1]):
+            room -= len(memo.raw.body)
+            if room < 0:
+                break
+            kept.append(memo)
+            size += memo.size_bytes
+        self._kept, self.size_bytes = tuple(kept), size
         if converted:
             self.converted = (*converted, *self.converted)[: self._most]
-
-
-def _fitting(memos: Sequence[HistoryMemo]) -> Iterator[HistoryMemo]:
-    room = _MOST_BYTES
-    for memo in memos:
-        room -= len(memo.raw.body)
-        if room < 0:
-            return
-        yield memo

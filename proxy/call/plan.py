@@ -48,7 +48,10 @@ def read_marks(request: Request, headers: Mapping[str, str]) -> Marks:
 
 
 def _text(message: Mapping[str, Any]) -> str:
-    content = plain_content(message.get("content"))
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    content = plain_content(content)
     parts = content if isinstance(content, list) else [content]
     return "\n".join(part for part in parts if isinstance(part, str))
 

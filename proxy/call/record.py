@@ -119,22 +119,24 @@ def _label(sampled: Sampled, each: engine.EngineChoice, choice: Choice, marks: M
 def _engine_ids(sampled: engine.EngineChoice, choice: Choice) -> tuple[str, ...]:
     """The ids under which the engine is to see the choice's tool calls: its own, and where it gave none, one of nine letters and digits,
     which the strictest templates (Mistral's) take, and which no other call of the session has."""
-    given = (call.get("id") for call in sampled.message.get("tool_calls") or ())
-    minted = (call["id"] for call in choice.message.get("tool_calls") or ())
-    return tuple(own or hash_bytes(one.encode()).hex()[:9] for own, one in zip(given, minted, strict=True))
+    if not choice.message.get("tool_calls"):
+        return ()
+    pairs = zip(sampled.message["tool_calls"], choice.message["tool_calls"], strict=True)
+    return tuple(own.get("id") or hash_bytes(minted["id"].encode()).hex()[:9] for own, minted in pairs)
 
 
 def warn_of_renderings(replica: Replica, calls: Sequence[Call], choices: Sequence[Choice]) -> None:
     """Note what makes calls of this replica branch that another configuration of the engine would let continue."""
-    if any(call.node.branch_reason == "turn_end_unknown" for call in calls):
-        replica.note(TURN_END, TURN_END_UNKNOWN)
-    if "thinking" not in replica.notes and any(split_thought(choice.message) is not None for choice in choices):
-        replica.note(
-            "thinking",
-            "leaves the model's thinking in the content of its replies: start vLLM with --reasoning-parser (with one, the model thinks "
-            "although the call turned thinking off). Where the chat template hides that thinking from later turns, they branch "
-            "(thinking_dropped), or keep it with VERBATIM_THINKING=retain",
-        )
+    for call, choice in zip(calls, choices, strict=True):
+        if call.node.branch_reason == "turn_end_unknown":
+            replica.note(TURN_END, TURN_END_UNKNOWN)
+        if "thinking" not in replica.notes and split_thought(choice.message) is not None:
+            replica.note(
+                "thinking",
+                "leaves the model's thinking in the content of its replies: start vLLM with --reasoning-parser (with one, the model "
+                "thinks although the call turned thinking off). Where the chat template hides that thinking from later turns, they "
+                "branch (thinking_dropped), or keep it with VERBATIM_THINKING=retain",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,10 @@ def locate(
 
 def _nearest_known(session: Session, call_id: str | None) -> str | None:
     """The call, or the first of its ancestors whose ids are known."""
-    return next((call.call_id for call in session.forest.lineage(call_id) if call.ids_known), None)
+    calls = session.forest.calls
+    while call_id is not None and not calls[call_id].ids_known:
+        call_id = calls[call_id].node.parent_id
+    return call_id
 
 
 def _fork_reason(session: Session, found: Continuation, parent_id: str) -> str | None:
@@ -213,9 +218,12 @@ def _is_edited(found: Continuation) -> bool:
 
 def _is_repeat(session: Session, found: Continuation, parent_id: str | None) -> bool:
     """Whether the same request stands below the same parent by now: its twin may have been recorded while this one was sampled."""
-    asked = (session.forest.calls[call_id] for call_id in reversed(session.forest.find_by_prompt(found.chain[-1])))
-    # The chain leaves reasoning out: a request of the same fingerprint below another parent is of an edited history.
-    return any(call.node.parent_id == parent_id and call.root_key == found.render_key for call in asked)
+    for call_id in reversed(session.forest.find_by_prompt(found.chain[-1])):
+        # The chain leaves reasoning out: a request of the same fingerprint below another parent is of an edited history.
+        call = session.forest.calls[call_id]
+        if call.node.parent_id == parent_id and call.root_key == found.render_key:
+            return True
+    return False
 
 
 def _find_marks(placed: Placed, messages_from: int) -> Mapping[str, str]:

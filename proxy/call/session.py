@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, zip_longest
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -50,6 +51,7 @@ from reconstruct.messages import (
 )
 from reconstruct.records import Call, Forest, Ids, find_engine_id, pack_logprobs
 
+_nbytes: Callable[[Ids], int] = attrgetter("nbytes")
 _decode = msgspec.json.decode
 _encode = msgspec.json.Encoder().encode
 
@@ -150,7 +152,7 @@ class Session:
     def memory_bytes(self) -> int:
         """About how much memory the session takes here: an estimate, of what its calls and messages brought."""
         recorded = 0 if self.recording is None else self.recording.size_bytes
-        recent = sum(ids.nbytes for ids in (*self._recent.values(), *self._renderings.values()))
+        recent = sum(map(_nbytes, (*self._recent.values(), *self._renderings.values())))
         # The next request has a reply decoded, and all ids of one call put together.
         coming = MEMORY_PER_BYTE * self._reply_bytes + max(0, np.dtype(np.int32).itemsize * self._longest - recent)
         return recorded + self._call_bytes + self._item_bytes + self.memos.size_bytes + recent + coming
@@ -259,7 +261,8 @@ class Session:
     def replay(self, call_id: str, history: list[HistoryMessage]) -> ReplayedHistory | None:
         """How `history` replays the call, if that was looked at before: the very same messages up to its reply."""
         known = self._replays.get(call_id)
-        return known if known is not None and _begins(history, known.history) else None
+        # Compared by identity: a session decodes each message but once.
+        return known if known is not None and history[: len(known.history)] == known.history else None
 
     def keep_replay(self, call_id: str, replay: ReplayedHistory) -> None:
         self._replays[call_id] = replay
@@ -323,6 +326,9 @@ class Session:
         if seen.engine_form:
             return seen.engine_form[0]
         calls, digests = self.forest.calls, seen.digests
+        if not (digests.call_ids or digests.answers):
+            seen.engine_form.append(seen.message)
+            return seen.message
         minted = [place for each in (*digests.call_ids, digests.answers) if (place := read_tool_call_id(each))]
         form = rename_calls(seen.message, partial(find_engine_id, calls)) if minted else seen.message
         # Another process may be about to record a call that is not known.
@@ -333,11 +339,13 @@ class Session:
     def model(self, call_id: str | None) -> str:
         """The name that the call asked for its policy by; "" for None."""
         passed: list[str] = []
-        for call in self.forest.lineage(call_id):
-            passed.append(call.call_id)
-            if model := self._models.get(call.call_id) or read_model(call):
+        while call_id is not None:
+            passed.append(call_id)
+            call = self.forest.calls[call_id]
+            if model := self._models.get(call_id) or read_model(call):
                 self._models.update(dict.fromkeys(passed, model))
                 return model
+            call_id = call.node.parent_id
         return ""
 
     def history(self, call_id: str) -> list[HistoryMessage]:
@@ -414,11 +422,6 @@ def _strip(call: Call) -> Call:
     return replace(call, node=replace(call.node, logprobs=_NO_LOGPROBS), messages=messages, preamble=b"")
 
 
-def _begins(history: list[HistoryMessage], known: list[HistoryMessage]) -> bool:
-    """Whether `history` begins with the very messages of `known`: compared by identity, a session decodes each but once."""
-    return history[: len(known)] == known
-
-
 def _names(history: list[HistoryMessage], start: int = 0, known: Sequence[tuple[int, str]] = ()) -> Sequence[tuple[int, str]]:
     new = [(start + at, seen.digests.name) for at, seen in enumerate(history[start:]) if seen.digests.name]
     return [*known, *new] if new else known
@@ -426,7 +429,7 @@ def _names(history: list[HistoryMessage], start: int = 0, known: Sequence[tuple[
 
 def _count_shared(history: list[HistoryMessage], known: list[HistoryMessage]) -> int:
     """How many messages both begin with."""
-    if _begins(history, known):
+    if history[: len(known)] == known:
         return len(known)
     return next(at for at, (one, other) in enumerate(zip_longest(history, known)) if one is not other)
 

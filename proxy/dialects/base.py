@@ -196,7 +196,7 @@ def one_by_one(read: ItemReader) -> Divide:
     """Each item on its own."""
 
     def divide(items: Sequence[bytes]) -> Iterable[Unit]:
-        return (Unit(at, item, read) for at, item in enumerate(items))
+        return [Unit(at, item, read) for at, item in enumerate(items)]
 
     return divide
 
@@ -330,8 +330,10 @@ class Request:
     def schemas(self) -> dict[str, Any]:
         """Tool name -> JSON schema of its parameters."""
         if self._schemas is None:
-            functions = (tool.get("function") for tool in self.tools)
-            self._schemas = {str(each.get("name")): each.get("parameters") for each in functions if isinstance(each, dict)}
+            self._schemas = {}
+            for tool in self.tools:
+                if isinstance(function := tool.get("function"), dict):
+                    self._schemas[str(function.get("name"))] = function.get("parameters")
         return self._schemas
 
     def replace_history(self, history: list[HistoryMessage]) -> None:
@@ -473,16 +475,14 @@ class LongSeals(Exception):
     """The seals of a request hold more than `Seals.most_bytes`, which is less than any request may have."""
 
 
+@dataclass(slots=True, eq=False)
 class Seals:
     """Opens the seals of one request. Anyone can write one that holds a thousand times its own size, so what they hold is counted and
     bounded for all of them together."""
 
-    __slots__ = ("most_bytes", "opened_bytes")
-
-    def __init__(self) -> None:
-        self.most_bytes = MAX_SEALED_BYTES
-        self.opened_bytes = 0
-        """Of reasoning, not compressed; what was opened twice counts twice, and what turned out to be damaged counts too."""
+    most_bytes: int = MAX_SEALED_BYTES
+    opened_bytes: int = 0
+    """Of reasoning, not compressed; what was opened twice counts twice, and what turned out to be damaged counts too."""
 
     def open(self, sealed: Any) -> tuple[str, str] | None:
         """(call id, reasoning) of a seal; None for anything else, such as another service's signature. Raises RequestError beyond

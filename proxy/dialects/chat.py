@@ -96,7 +96,7 @@ class ChatDialect(OpenAIDialect):
         limit = fields.positive(body, "max_completion_tokens")
         if limit is not None:
             sampling["max_tokens"] = limit
-        functions = parse_functions(body)
+        functions = parse_functions(body) if "functions" in body or "function_call" in body else []
         forward = {key: value for key, value in body.items() if key not in _CONSUMED and value is not None}
         return Request(
             dialect=self.name,
@@ -212,10 +212,11 @@ def _reasoning(text: str) -> dict[str, Any]:
 
 
 def build_usage(reply: Reply) -> dict[str, Any]:
+    sampled = reply.completion_tokens
     return {
         "prompt_tokens": reply.prompt_tokens,
-        "completion_tokens": reply.completion_tokens,
-        "total_tokens": reply.prompt_tokens + reply.completion_tokens,
+        "completion_tokens": sampled,
+        "total_tokens": reply.prompt_tokens + sampled,
         "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
     }
 

@@ -109,10 +109,12 @@ class SplitBody:
     @property
     def unhashed_bytes(self) -> int:
         """About how many bytes `digest` hashes."""
-        if self.before is None or self.span is None:
+        before = self.before
+        hashed = [] if before is None or self.span is None else self._known_hashes(before)
+        if before is None or not hashed:
             return len(self.body)
-        known = [int(self.before.ends[count - 1]) - self.before.start for count, _ in self._known_hashes(self.before)[-1:]]
-        return len(self.body) - sum(known) - (len(self.before.body) - known[0] if known and self.way == "fast" else 0)
+        known = int(before.ends[hashed[-1][0] - 1]) - before.start
+        return len(self.body) - known - (len(before.body) - known if self.way == "fast" else 0)
 
     def _find_ends(self) -> npt.NDArray[np.int64]:
         """The offset in the body after each item."""
