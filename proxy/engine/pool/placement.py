@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from proxy.engine.pool.pool import EnginePool
@@ -20,18 +21,19 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.25, 16.0
 """The least time, in seconds, between two requests of a call to engines that are busy: it doubles."""
 
 
+@dataclass(slots=True, eq=False)
 class Placement:
     """Where one call is sampled, and by which seat."""
 
-    def __init__(self, pool: EnginePool, model: str, caller: Caller, scope: CancelScope, timeline: Timeline) -> None:
-        self._pool = pool
-        self._model = model
-        self._caller = caller
-        self._scope = scope
-        self._timeline = timeline
-        self._tried: set[Replica] = set()
-        self._replica: Replica | None = None
-        self._waits, self._waited = 0, 0.0
+    _pool: EnginePool
+    _model: str
+    _caller: Caller
+    _scope: CancelScope
+    _timeline: Timeline
+    _tried: set[Replica] = field(default_factory=set)
+    _replica: Replica | None = None
+    _waits: int = 0
+    _waited: float = 0.0
 
     async def run(self, sample: Callable[[Replica], Awaitable[T]]) -> T:
         """What `sample` gives of the first replica that can be reached; another one is tried only where nothing was sampled yet. Raises as

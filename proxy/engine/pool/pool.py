@@ -128,8 +128,12 @@ class EnginePool:
     @property
     def window(self) -> int | None:
         """The largest window of any replica, in tokens; None if one does not say."""
-        windows = [replica.max_model_len for replica in self.replicas]
-        return None if None in windows else max((each for each in windows if each is not None), default=None)
+        largest: int | None = None
+        for replica in self.replicas:
+            if replica.max_model_len is None:
+                return None
+            largest = max(largest or 0, replica.max_model_len)
+        return largest
 
     @property
     def policy_names(self) -> set[str]:

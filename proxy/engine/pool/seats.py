@@ -71,7 +71,9 @@ class Seats:
         """A replica with room, if possible one that was not tried; `release` must follow.
 
         Raises EngineUnavailable if none has room in time, and what `caller.look` raises."""
-        queue = self._queues.setdefault(policy, FairQueue())
+        if policy not in self._queues:
+            self._queues[policy] = FairQueue()
+        queue = self._queues[policy]
         replica = None if queue else _choose(self._serving(policy), caller.session_id, tried)
         if replica is not None:
             replica.in_flight += 1
@@ -86,11 +88,9 @@ class Seats:
     def release(self, replica: Replica) -> None:
         replica.in_flight -= 1
         # A seat of an engine is one for any of its policies: the one whose calls had none for longest is first.
-        for policy in sorted({each.policy for each in replica.engine}, key=self._find_last_turn):
+        waiting = {each.policy for each in replica.engine if self._queues.get(each.policy)}
+        for policy in sorted(waiting, key=lambda policy: self._queues[policy].last_turn):
             self.dispatch(policy)
-
-    def _find_last_turn(self, policy: str) -> float:
-        return self._queues[policy].last_turn if policy in self._queues else 0.0
 
     async def sleep(self, seconds: float, caller: Caller) -> None:
         """Returns after so many seconds. Raises what `caller.look` raises."""
@@ -165,7 +165,10 @@ class FairQueue:
         """When a call got a replica; monotonic seconds."""
 
     def __len__(self) -> int:
-        return sum(len(calls) for calls in self._sessions.values())
+        return sum(map(len, self._sessions.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._sessions)
 
     def join(self, call: WaitingCall) -> None:
         self._sessions.setdefault(call.session_id, deque()).append(call)
@@ -210,7 +213,7 @@ class Gate:
 
     async def wait(self, policy: str) -> None:
         """Returns when nothing holds the policy's calls."""
-        while not self.is_open(policy):
+        while self._holds[policy] or self._holds[None]:
             await self._released.wait()
 
     @contextmanager
