@@ -58,16 +58,21 @@ class _Known:
 
 
 class IdText:
-    """The remembered lists of one session, `size` bytes. Lists under `short` ids are not compared. `on_growth` gets each change of
-    the size."""
+    """The remembered lists of one session. Lists under `short` ids are not compared. `on_growth` gets each change of their size, in
+    bytes."""
 
     def __init__(self, short: int = _SHORT, on_growth: Callable[[int], None] = lambda size: None) -> None:
-        self.size = 0
         self._short = short
         self._on_growth = on_growth
         self._read: deque[_Known] = deque(maxlen=_REMEMBERED)
         self._written: deque[_Known] = deque(maxlen=_REMEMBERED)
-        self.messages, self.tools = ObjectText(self._grow), ObjectText(self._grow)
+        self.messages, self.tools = ObjectText(on_growth), ObjectText(on_growth)
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        ids = sum(each.size for each in (*self._read, *self._written))
+        return ids + sum(each.size for each in (*self.messages.written, *self.tools.written))
 
     def read(self, text: bytes, *, remember: bool = True) -> Ids:
         """The ids of a JSON list of integers. Raises msgspec.DecodeError for anything else."""
@@ -92,7 +97,7 @@ class IdText:
 
     def detach(self) -> None:
         """Stop reporting growth; a call in flight may still use the lists."""
-        self._on_growth = lambda size: None
+        self._on_growth = self.messages.on_growth = self.tools.on_growth = lambda size: None
 
     def _parse(self, text: bytes) -> Ids:
         if len(text) < self._short * _DIGITS:
@@ -108,23 +113,19 @@ class IdText:
         return pack_ids(np.concatenate((head, pack_ids(_decode(b"[" + text[end + 1 :])))))
 
     def _format(self, ids: Ids) -> bytes:
-        known = None
+        known, length = None, 0
         for item in self._written if len(ids) >= self._short else ():
-            if (known is None or len(item.ids) > len(known.ids)) and _is_prefix(item.ids, ids):
-                known = item
+            if length < len(item.ids) <= len(ids) and np.array_equal(ids[: len(item.ids)], item.ids):
+                known, length = item, len(item.ids)
         if known is None:
             return _encode(ids.tolist())
-        rest = _encode(ids[len(known.ids) :].tolist())
+        rest = _encode(ids[length:].tolist())
         return known.text if len(rest) == 2 else known.text[:-1] + b"," + rest[1:]
 
     def _remember(self, lists: deque[_Known], text: bytes, ids: Ids) -> None:
         known = _Known(text, ids, len(text) + ids.nbytes)
         growth = known.size - (lists[0].size if len(lists) == _REMEMBERED else 0)
         lists.append(known)
-        self._grow(growth)
-
-    def _grow(self, growth: int) -> None:
-        self.size += growth
         self._on_growth(growth)
 
 
@@ -143,15 +144,15 @@ class ObjectText:
     """The lists of objects that one session wrote last. `on_growth` gets each change of their size, in bytes."""
 
     def __init__(self, on_growth: Callable[[int], None] = lambda size: None) -> None:
-        self._on_growth = on_growth
-        self._written: deque[_Written] = deque(maxlen=_REMEMBERED)
+        self.on_growth = on_growth
+        self.written: deque[_Written] = deque(maxlen=_REMEMBERED)
 
     def write(self, items: Sequence[Any]) -> msgspec.Raw:
         """The items as a JSON list. None of them may change afterwards."""
         if not items:
             return msgspec.Raw(b"[]")
         known, shared = None, 0
-        for each in self._written:
+        for each in self.written:
             count = sum(takewhile(bool, map(is_, each.items, items)))
             if count > shared:
                 known, shared = each, count
@@ -170,11 +171,11 @@ class ObjectText:
     def _remember(self, written: _Written, before: _Written | None) -> None:
         """In place of the one that it goes on from, or else of the oldest."""
         if before is not None:
-            self._written.remove(before)
-        elif len(self._written) == _REMEMBERED:
-            before = self._written.popleft()
-        self._written.append(written)
-        self._on_growth(written.size - (before.size if before is not None else 0))
+            self.written.remove(before)
+        elif len(self.written) == _REMEMBERED:
+            before = self.written.popleft()
+        self.written.append(written)
+        self.on_growth(written.size - (before.size if before is not None else 0))
 
 
 class IdTexts:
@@ -201,10 +202,6 @@ class IdTexts:
             _, oldest = self._known.popitem(last=False)
             oldest.detach()
             self.size -= oldest.size
-
-
-def _is_prefix(prefix: Ids, ids: Ids) -> bool:
-    return 0 < len(prefix) <= len(ids) and np.array_equal(ids[: len(prefix)], prefix)
 
 
 def _shared_ids_end(left: bytes, right: bytes) -> int:

@@ -13,6 +13,7 @@ import contextlib
 import math
 import socket
 import ssl
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -26,7 +27,7 @@ import httptools
 import msgspec
 from aiohappyeyeballs import AddrInfoType, start_connection
 
-from proxy.timeline import TIMELINE
+from proxy.timeline import ENGINE, TIMELINE
 
 SocketFactory = Callable[[AddrInfoType], socket.socket]
 
@@ -137,7 +138,9 @@ class Channel(asyncio.Protocol):
                 self._receiver.fail(BrokenOff(f"the engine's answer is not HTTP: {error}"), self._take_body())
             self.close()
         if self._bodies and self._receiver is not None and self._receiver.streams:
-            self._receiver.add_body(self._take_body())
+            body = b"".join(self._bodies)
+            self._bodies.clear()
+            self._receiver.add_body(body)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
@@ -170,7 +173,7 @@ class Channel(asyncio.Protocol):
 
     def _take_body(self) -> bytes:
         """What has arrived and was not given to a receiver."""
-        body = self._bodies[0] if len(self._bodies) == 1 else b"".join(self._bodies)
+        body = b"".join(self._bodies)
         self._bodies.clear()
         return body
 
@@ -455,17 +458,21 @@ class Channels:
     async def ask(
         self, url: str, body: bytes | None, headers: Mapping[str, str] = _NO_HEADERS, seconds: float = 0.0
     ) -> WholeResponse:
-        """The whole answer, within `seconds` after the request is sent if they are not 0. As `post`; a GET where there is no body."""
-        target = _target(url)
-        channel = self._take_idle(target, headers) or await self._connect(target)
-        answer = WholeResponse(channel.loop.create_future())
-        channel.ask(self._format(b"GET" if body is None else b"POST", target, body, headers), answer, seconds)
+        """The whole answer, within `seconds` after the request is sent if they are not 0. As `post`; a GET where there is no body. The
+        running task's call counts it as a wait for its engine."""
+        since, target = time.perf_counter(), _target(url)
         try:
-            await answer.arrived
-        except BaseException:
-            channel.close()
-            raise
-        return answer
+            channel = self._take_idle(target, headers) or await self._connect(target)
+            answer = WholeResponse(channel.loop.create_future())
+            channel.ask(self._format(b"GET" if body is None else b"POST", target, body, headers), answer, seconds)
+            try:
+                await answer.arrived
+            except BaseException:
+                channel.close()
+                raise
+            return answer
+        finally:
+            TIMELINE.get().end_wait(ENGINE, since)
 
     def close(self) -> None:
         """Hang up everywhere, also where the rest of an answer is still to come that nobody reads."""

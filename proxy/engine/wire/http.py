@@ -21,6 +21,7 @@ from proxy.engine.wire.channels import (
     ConnectTimeout,
     EngineResponse,
     Unanswered,
+    WholeResponse,
 )
 from proxy.engine.wire.refusals import FramesRefused, frames_refusal, is_pause, paused, read_retry_after, refusal
 from proxy.errors import EngineFailed, EngineUnavailable, VerbatimError
@@ -145,9 +146,10 @@ class EngineHttp:
     ) -> bytes:
         """The answer to a sampling request. Raises as `post`."""
         try:
-            return await self._exchange(replica, path, data, headers)
+            answer = await self._channels.ask(replica.url + path, data, headers)
         except (ChannelError, TimeoutError) as error:
             raise self.translate(replica, error, scope) from error
+        return _accept(replica, path, answer)
 
     async def ask(self, replica: Replica, path: str, body: Any, answer: type[T], *, fresh: bool = False) -> T:
         """As `post`, for requests that sample nothing: they are retried once over a new connection, and if that breaks too another replica
@@ -157,12 +159,14 @@ class EngineHttp:
         if fresh:
             headers = {**headers, **_FRESH}
         try:
-            raw = await self._exchange(replica, path, data, headers, self._aside_seconds)
+            whole = await self._channels.ask(replica.url + path, data, headers, self._aside_seconds)
         except (ChannelError, TimeoutError) as error:
-            raw = await self._ask_again(replica, path, data, headers, error)
-        return _decode(replica, path, raw, answer)
+            whole = await self._ask_again(replica, path, data, headers, error)
+        return _decode(replica, path, _accept(replica, path, whole), answer)
 
-    async def _ask_again(self, replica: Replica, path: str, data: bytes, headers: Mapping[str, str], first: Exception) -> bytes:
+    async def _ask_again(
+        self, replica: Replica, path: str, data: bytes, headers: Mapping[str, str], first: Exception
+    ) -> WholeResponse:
         """After `first`. Raises as `ask`."""
         try:
             if isinstance(first, TimeoutError):
@@ -170,7 +174,7 @@ class EngineHttp:
                 headers = {**headers, **_FRESH}
             elif not isinstance(first, _STALE_CONNECTION):
                 raise first
-            return await self._exchange(replica, path, data, headers, self._aside_seconds)
+            return await self._channels.ask(replica.url + path, data, headers, self._aside_seconds)
         except (*_STALE_CONNECTION, TimeoutError) as error:
             raise EngineUnavailable(self.translate(replica, error).message) from error
         except ChannelError as error:
@@ -179,9 +183,10 @@ class EngineHttp:
     async def order(self, replica: Replica, path: str, body: Any) -> None:
         """As `post`, ignoring the answer."""
         try:
-            await self._exchange(replica, path, _encode(body), self._headers)
+            answer = await self._channels.ask(replica.url + path, _encode(body), self._headers)
         except (ChannelError, TimeoutError) as error:
             raise self.translate(replica, error) from error
+        _accept(replica, path, answer)
 
     async def ask_aside(self, replica: Replica, path: str, session: str, body: Any = None) -> bytes | None:
         """What is answered over a connection of its own with HTTP 200, to a request of that session for a router; None for any other
@@ -266,23 +271,8 @@ class EngineHttp:
                 return None
         return None
 
-    async def _exchange(
-        self, replica: Replica, path: str, data: bytes, headers: Mapping[str, str], seconds: float = 0.0
-    ) -> bytes:
-        """The body of a 200, within `seconds`. Raises ChannelError, TimeoutError, and the refusal that another status is."""
-        since = time.perf_counter()
-        try:
-            answer = await self._channels.ask(replica.url + path, data, headers, seconds)
-        finally:
-            TIMELINE.get().end_wait(ENGINE, since)
-        if answer.status != 200:
-            raise refusal(replica, path, answer.status, answer.body, read_retry_after(answer.retry_after))
-        replica.health.pass_call()
-        return answer.body
-
     async def _get(self, url: str) -> tuple[int, bytes]:
-        with Waiting(ENGINE):
-            answer = await self._channels.ask(url, None)
+        answer = await self._channels.ask(url, None)
         return answer.status, answer.body
 
     def translate(self, replica: Replica, error: Exception, scope: CancelScope | None = None) -> VerbatimError:
@@ -465,6 +455,14 @@ async def _read_refusal(
     replica: Replica, path: str, answer: EngineResponse, read: Callable[..., VerbatimError] = refusal
 ) -> VerbatimError:
     return read(replica, path, answer.status, await answer.read_refusal(), read_retry_after(answer.retry_after))
+
+
+def _accept(replica: Replica, path: str, answer: WholeResponse) -> bytes:
+    """The body of a 200. Raises the refusal that another status is."""
+    if answer.status != 200:
+        raise refusal(replica, path, answer.status, answer.body, read_retry_after(answer.retry_after))
+    replica.health.pass_call()
+    return answer.body
 
 
 async def _retry_stale(ask: Callable[[], Awaitable[T]]) -> T:

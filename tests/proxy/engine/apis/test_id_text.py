@@ -106,7 +106,7 @@ def test_objects_are_written_as_if_each_was_new(data: st.DataObject) -> None:
         )
         made.append([*kept, *new])
         assert bytes(text.write(made[-1])) == msgspec.json.encode(made[-1])
-    assert sum(sizes) == sum(each.size for each in text._written)
+    assert sum(sizes) == sum(each.size for each in text.written)
 
 
 def test_only_what_is_new_is_encoded() -> None:
