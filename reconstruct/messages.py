@@ -332,8 +332,8 @@ def projection(sent: Message, replayed: Message, schemas: Mapping[str, Any] | No
     if sent == replayed and not replayed.get("tool_calls"):
         return "exact"
     losses = []
-    sent_content, content = plain_content(sent.get("content")), plain_content(replayed.get("content"))
-    if content != sent_content:
+    sent_content, content = sent.get("content"), replayed.get("content")
+    if content != sent_content and (content := plain_content(content)) != (sent_content := plain_content(sent_content)):
         if not (isinstance(content, str) and isinstance(sent_content, str)):
             return None
         if content.strip() != sent_content.strip():

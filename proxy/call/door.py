@@ -453,23 +453,20 @@ class Parsing:
     def _measure(self, draft: Draft, parse: Parse, incoming: Incoming, again: bool) -> Request:
         began = time.monotonic()
         try:
-            return self._check(draft, parse, incoming)
+            request = parse(incoming, draft)
+            check_tools(request.tools)
+            check_recordable(request.forward)
+            refuse_transfers(request)
+            count_images(request, draft.session.bounds.per_call)
+            if draft.window is not None and len(incoming.body) > TOKEN_BYTES * draft.window:
+                check_length(request, draft.window)
+            return request
         except (RequestError, RecursionError) as error:
             if again or not isinstance(error, UnknownCall):
                 now = time.monotonic()
                 turn = draft.session.parse_lane = draft.session.parse_lane or ParseLane()
                 turn.closed_until = now + REST_FACTOR * (now - began)
             raise
-
-    def _check(self, draft: Draft, parse: Parse, incoming: Incoming) -> Request:
-        request = parse(incoming, draft)
-        check_tools(request.tools)
-        check_recordable(request.forward)
-        refuse_transfers(request)
-        count_images(request, draft.session.bounds.per_call)
-        if draft.window is not None and len(incoming.body) > TOKEN_BYTES * draft.window:
-            check_length(request, draft.window)
-        return request
 
     async def check_images(self, draft: Draft) -> None:
         """Decode the request's images that the session has not sent before, one at a time. Raises RequestError."""

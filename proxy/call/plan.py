@@ -118,10 +118,12 @@ def _find_replied_call(
     if not named:
         same_prompt = session.forest.find_by_prompt(fingerprints[position])
         by_id = [call_id for call_id in replayed.minted if call_id in same_prompt]
-        latest = _latest_first(session, candidates)
-        alike = _with_render_key(session, latest, key) if len(latest) > 1 else None
-        first = [] if alike is None else [alike]
-        named = (*by_id, *first, *latest, *same_prompt[: -_MOST_COMPARED - 1 : -1])
+        if len(candidates) > 1:
+            calls = session.forest.calls
+            latest = sorted(candidates, key=lambda call_id: order_key(calls[call_id]), reverse=True)
+            alike = _with_render_key(session, latest, key)
+            candidates = latest if alike is None else [alike, *latest]
+        named = (*by_id, *candidates, *same_prompt[: -_MOST_COMPARED - 1 : -1])
     for call_id in named:
         call = session.forest.calls[call_id]
         used = session.projection(call.call_id, replayed, request.schemas)
@@ -130,24 +132,17 @@ def _find_replied_call(
     return None
 
 
-def _latest_first(session: Session, call_ids: Sequence[str]) -> Sequence[str]:
-    if len(call_ids) < 2:
-        return call_ids
-    return sorted(call_ids, key=lambda call_id: order_key(session.forest.calls[call_id]), reverse=True)
-
-
 def _replay(session: Session, call: Call, request: Request) -> ReplayedHistory | None:
     """The history up to the call's reply, if it and all calls before it are replayed without an edit of their reasoning, which
     the chain leaves out. Looked at only from the last call on that these messages are known to replay."""
     history = request.history
-    known, new = None, []
-    for old in session.forest.lineage(call.call_id):
-        known = session.replay(old.call_id, history)
-        if known is not None:
-            break
+    known, new, calls = None, list[Call](), session.forest.calls
+    old: Call | None = call
+    while old is not None and (known := session.replay(old.call_id, history)) is None:
         if session.projection(old.call_id, history[old.message_count], request.schemas) is None:
             return None
         new.append(old)
+        old = calls[old.node.parent_id] if old.node.parent_id is not None else None
     messages: list[Message] = list(known.messages) if known else []
     for old in reversed(new):
         messages += _after_reply(session, messages, history, old.message_count)
@@ -201,9 +196,9 @@ def parent_of(session: Session, found: Continuation, request: Request) -> Parent
     ranges: Ranges = ()
     if session.forest.has_media:
         ranges = tuple((each.start, each.length) for each in session.forest.media(parent.call_id))
-    return Parent(
-        history, tail, ids, len(parent.node.completion_ids), _has_ended_turn(parent), asked, found.other_render_key, ranges
-    )
+    # The model ended the turn itself: one of its end tokens is the last sampled id.
+    closed = parent.finish_reason in ("stop", "tool_calls") and not isinstance(parent.stop_reason, str)
+    return Parent(history, tail, ids, len(parent.node.completion_ids), closed, asked, found.other_render_key, ranges)
 
 
 def accept_prompt(
@@ -221,11 +216,6 @@ def accept_prompt(
     if prompt.adds_end:
         found = _replace(found, projection=declare(found.projection, TURN_END))
     return found, TokenPlan(prompt.ids, prompt.branch_reason, prompt.rendering, body, keeps_text_apart, prompt.media)
-
-
-def _has_ended_turn(call: Call) -> bool:
-    """Whether the model ended the turn itself: one of its end tokens is the last sampled id."""
-    return call.finish_reason in ("stop", "tool_calls") and not isinstance(call.stop_reason, str)
 
 
 class MessagesPlanner:

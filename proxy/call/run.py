@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -77,6 +76,7 @@ async def admit(
     hooks = choose_hooks(services.hooks, info, request)
     for hook in hooks.admit:
         await hook(arrival)
+    overrides = {name: value for name, value in info.sampling.items() if name not in _KEPT}
     call_ids = arrival.call_ids or [new_call_id() for _ in range(arrival.request.n)]
     call = Admitted(
         info.session_id,
@@ -91,7 +91,7 @@ async def admit(
         time.time() if arrival.started_at is None else arrival.started_at,
         time.perf_counter(),
         timeline,
-        {**request.sampling, **_find_overrides(info.sampling)},
+        {**request.sampling, **overrides},
         arrival.marks,
         purpose,
         MESSAGES if request.prompt is None else PROMPT,
@@ -380,11 +380,6 @@ async def count_tokens(draft: Draft, request: Request, services: Services) -> in
 
 
 _KEPT = ("top_logprobs", "prompt_logprobs", "routed_experts")
-
-
-def _find_overrides(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a session's `sampling`."""
-    return {name: value for name, value in sampling.items() if name not in _KEPT}
 
 
 def want_details(placed: Placed, settings: Settings) -> tuple[Placed, WantedDetails]:

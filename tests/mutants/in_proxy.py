@@ -69,8 +69,8 @@ FAULTS = (
     ),
     Fault(
         "The session's sampling overrides are ignored: an agent samples at a temperature of its own.",
-        "        {**request.sampling, **_find_overrides(info.sampling)},\n",
-        "        {**_find_overrides(info.sampling), **request.sampling},\n",
+        "        {**request.sampling, **overrides},\n",
+        "        {**overrides, **request.sampling},\n",
         _FLOW + "'session_overrides'",
     ),
     Fault(
