@@ -208,7 +208,8 @@ class HarnessApp:
         exchange.dialect = self._dialects[route.dialect]
         draft = Draft(session, self._services.pool.window)
         request = await self._parse(draft, exchange.dialect.parse, incoming)
-        self._services.metrics.count_dropped_tools(request.dialect, request.dropped_tools)
+        if request.dropped_tools:
+            self._services.metrics.count_dropped_tools(request.dialect, request.dropped_tools)
         body, headers = draft.body(incoming.body), exchange.headers
         # A large body takes a tenth of a second.
         digest = body.digest() if body.unhashed_bytes <= LARGE_BYTES else await asyncio.to_thread(body.digest)

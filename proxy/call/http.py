@@ -33,13 +33,27 @@ async def read_body(
     no room for it as long, and RequestError when the caller breaks off. `declared`: its bytes, as its head says."""
     if declared is not None and declared > most_bytes:
         raise _too_large(most_bytes)
+    parts: list[bytes] = []
+    size, more = 0, True
     try:
         async with Deadline(seconds):
-            return await _read(receive, most_bytes, place, most_bytes if declared is None else declared)
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise RequestError("the request broke off before its body was whole")
+                part, more = message.get("body", b""), message.get("more_body", False)
+                size += len(part)
+                if size > most_bytes:
+                    raise _too_large(most_bytes)
+                if size > SMALL_BYTES and place is not None:
+                    # Before more is read: until then what the caller sends waits in its own system.
+                    await place.take(most_bytes if declared is None else declared)
+                parts.append(part)
     except TimeoutError as error:
         if place is not None and place.waits:
             raise TooManyCalls(f"there was no room for a large body within {seconds:g} seconds: try again shortly") from error
         raise RequestTimeout(f"the body was not whole after {seconds:g} seconds") from error
+    return b"".join(parts)
 
 
 def refuse_encoding(encoding: str) -> None:
@@ -50,27 +64,6 @@ def refuse_encoding(encoding: str) -> None:
 
 def _too_large(most_bytes: int) -> TooLarge:
     return TooLarge(f"the body is larger than {most_bytes} bytes")
-
-
-async def _read(
-    receive: Callable[[], Awaitable[MutableMapping[str, Any]]], most_bytes: int, place: BodySeat | None, expected: int
-) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise RequestError("the request broke off before its body was whole")
-        part = message.get("body", b"")
-        size += len(part)
-        if size > most_bytes:
-            raise _too_large(most_bytes)
-        if size > SMALL_BYTES and place is not None:
-            # Before more is read: until then what the caller sends waits in its own system.
-            await place.take(expected)
-        parts.append(part)
-        if not message.get("more_body"):
-            return b"".join(parts)
 
 
 class BodyRoom:

@@ -131,8 +131,12 @@ def find_control_tokens(messages: Iterable[Mapping[str, Any]], tools: Sequence[A
 
 
 def _look(text: str, found: set[str]) -> None:
-    if ("<" in text or "]" in text) and any(piece in text for piece in _PIECES):
-        found.update(_CONTROL.findall(text))
+    if "<" not in text and "]" not in text:
+        return
+    for piece in _PIECES:
+        if piece in text:
+            found.update(_CONTROL.findall(text))
+            return
 
 
 def _as_text(value: Any) -> str:

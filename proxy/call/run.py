@@ -122,7 +122,7 @@ async def run_call(call: Admitted, emit: Emit, services: Services) -> Reply:
         call.timeline.begin(REPLY)
         remember(sampled, found, records, total, services)
         warn_of_renderings(sampled.placed.replica, records, choices)
-        services.metrics.count_calls(records, time.perf_counter() - call.clock, call.timeline.engine_seconds)
+        services.metrics.count_calls(records, time.perf_counter() - call.clock, records[0].engine_seconds)
     finally:
         services.inflight.leave(call.scope)
     if sampled.error is not None:
@@ -334,7 +334,7 @@ async def _drop_empty(sampled: Sampled, services: Services) -> None:
 
 async def commit(call: Admitted, records: Sequence[Call], services: Services) -> int:
     """Store the records in one step. Returns how many the session has. Raises as `SessionStore.commit`."""
-    size = sum(record.size_bytes for record in records)
+    size = sum([record.size_bytes for record in records])
     # A long text is compressed beside everybody else's calls.
     encoded = _encode_records(records) if size <= _LONG_BYTES else await asyncio.to_thread(_encode_records, records)
     created_at = call.session.info.created_at

@@ -424,7 +424,7 @@ class Reply:
     @property
     def completion_tokens(self) -> int:
         """As many as there are ids; of an engine that returns none, as many as it says."""
-        return sum(choice.completion_tokens for choice in self.choices) or self.counted_tokens
+        return sum([choice.completion_tokens for choice in self.choices]) or self.counted_tokens
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import TracebackType
 from typing import Any
 
@@ -374,6 +375,7 @@ class Replica:
         self.unordered_label = label
 
 
+@lru_cache(maxsize=256)
 def parse_version(text: str) -> tuple[int, ...] | None:
     """(major, minor, patch) of a text like 0.32.0+cpu or 0.33.1rc1; None for anything else."""
     found = _VERSION.fullmatch(text)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import aiohttp
 
@@ -39,7 +39,8 @@ class EngineKinds:
     def __init__(self, http: EngineHttp, local: LocalRenderer) -> None:
         self._http = http
         self._local = local
-        self._id_texts = IdTexts()
+        self.id_text: Callable[[str], IdText] = IdTexts().of
+        """The remembered lists of a session, by its id."""
         self._kinds: dict[str, EngineKind] = {name: kind(http, local) for name, kind in plugins().load_all().items()}
 
     def of(self, replica: Replica) -> EngineKind:
@@ -51,9 +52,6 @@ class EngineKinds:
     def takes_ids(self, name: str) -> bool:
         """False for a kind that is no longer installed."""
         return name in self._kinds and self._kinds[name].takes_ids
-
-    def id_text(self, session_id: str) -> IdText:
-        return self._id_texts.of(session_id)
 
     async def contact(self, replica: Replica, asked: str, logprob_mode: str = "") -> None:
         """Find out what the replica is: models, kind (`asked`, or "auto"), version, weight endpoints, and whether its answers can be

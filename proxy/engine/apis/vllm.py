@@ -159,7 +159,7 @@ class VllmTokens(EngineKind):
         self, replica: Replica, job: SamplingJob, stream: bool, emit: Emit, *, parsed: bool = False
     ) -> EngineReply:
         """Emits deltas as far as the engine's parsers are certain of them. `parsed`: generate parses the reply."""
-        adjusted = bar_placeholders(job)
+        adjusted = bar_placeholders(job) if job.media else {}
         if adjusted:
             job = msgspec.structs.replace(job, sampling={**job.sampling, **adjusted})
         # A stop string is cut from the whole text, and logprobs belong to it: then the text waits for the end.

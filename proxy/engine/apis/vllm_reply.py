@@ -177,9 +177,7 @@ NEVER = -100.0
 
 
 def bar_placeholders(job: SamplingJob) -> dict[str, Any]:
-    """The parameters that keep the engine from sampling the ids that stand for the prompt's images, of which most have none."""
-    if not job.media:
-        return {}
+    """The parameters that keep the engine from sampling the ids that stand for the prompt's images."""
     given = {**job.body.get("sampling_params", {}), **job.sampling}.get("logit_bias") or {}
     return {"logit_bias": {**given, **{str(token): NEVER for token in find_placeholders(job.prompt_ids, job.media)}}}
 

@@ -182,7 +182,9 @@ class Channel(asyncio.Protocol):
         if receiver is None or not receiver.status:
             return
         self._receiver = None
-        receiver.finish(self._take_body())
+        body = b"".join(self._bodies)
+        self._bodies.clear()
+        receiver.finish(body)
         # An engine may refuse a request of which it has only a part; another one cannot follow that.
         was_sent = not self._transport.get_write_buffer_size()
         if self._parser.should_keep_alive() and was_sent and not self.lost:
