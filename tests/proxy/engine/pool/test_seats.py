@@ -27,13 +27,13 @@ class Observed:
     def __init__(self) -> None:
         self.waits: list[float] = []
 
-    def waited(self, policy: str, seconds: float) -> None:
+    def observe_wait(self, policy: str, seconds: float) -> None:
         self.waits.append(seconds)
 
-    def tried_again(self, policy: str) -> None:
+    def count_retry(self, policy: str) -> None:
         raise AssertionError("seats try nothing again")
 
-    def ejected(self, policy: str) -> None:
+    def count_ejection(self, policy: str) -> None:
         raise AssertionError("seats take no replica out")
 
 
