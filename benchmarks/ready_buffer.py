@@ -119,7 +119,7 @@ def figures(rollouts: Sequence[Ran], run: int) -> dict[str, Any]:
 @contextmanager
 def node(parts: Parts, name: str, *flags: str) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="verbatim-node-", ignore_cleanup_errors=True) as folder:
-        place = ["--url", parts.url, "--redis", f"redis://127.0.0.1:{parts.redis_port}/0", "--data-dir", folder, "--name", name]
+        place = ["--url", parts.url, "--data-dir", folder, "--name", name]
         room = ["--cpus", "64", "--memory-mb", "65536", "--runtime", "local", "--log-level", "warning"]
         env = os.environ | {"VERBATIM_ADMIN_TOKEN": ADMIN, "VERBATIM_LOCAL_DIR": f"{folder}/runtimes"}
         process = subprocess.Popen([sys.executable, "-m", "cli.main", "node", *place, *room, *flags], cwd=ROOT, env=env)

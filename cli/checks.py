@@ -32,7 +32,7 @@ EXTRAS = {
         "uvicorn",
         "uvloop",
     ),
-    "rollout": ("aiohttp", "kubernetes", "msgspec", "pydantic_settings", "redis", "simpleeval", "yaml"),
+    "rollout": ("aiohttp", "kubernetes", "msgspec", "pydantic_settings", "simpleeval", "yaml"),
     "archive": ("pyarrow",),
     "trainer": ("safetensors", "torch"),
 }

@@ -196,13 +196,18 @@ async def check_redis(url: str) -> list[Check]:
     """A Redis, asked directly: whether it takes records, its version, whether it keeps what it holds, whether it evicts, and its clock."""
     if find_missing(EXTRAS["proxy"]):
         return [Check("redis", "note", f"{url} was not checked", how_to_install("proxy"))]
-    from cli.node import connect
     from proxy.errors import StoreUnavailable
+    from proxy.store.connection import StoreConnection
 
     try:
-        connection = await connect(url, patience_seconds=0.0)
-    except CommandError as refusal:
-        return [Check("redis", "fix", str(refusal))]
+        connection = StoreConnection(url)
+    except ValueError as error:
+        return [Check("redis", "fix", f"--redis is not a Redis URL: {error}")]
+    try:
+        await connection.ping()
+    except StoreUnavailable as error:
+        await connection.close()
+        return [Check("redis", "fix", f"{error.message.rstrip('.')}; start it or correct --redis")]
     try:
         servers = await connection.read_info()
         checks = [check for info in servers for check in _judge_redis(info)]

@@ -19,7 +19,6 @@ from cli.refusal import CommandError
 
 if TYPE_CHECKING:
     from cli.control import CommandClient
-    from proxy.store.connection import StoreConnection
     from rollout.node import NodeSettings
     from rollout.runtimes.base import ProxyAddress, RuntimeKind
     from rollout.stages import Slots
@@ -28,9 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NEEDS = ("msgspec", "pydantic", "redis")
-REDIS_SECONDS = 10.0
-"""How long store commands are retried while Redis restarts or fails over."""
+NEEDS = ("msgspec", "pydantic")
 
 
 def node(
@@ -43,7 +40,6 @@ def node(
             help="Where harnesses call the service, if its control side has a separate port (--control-port). Default: --url.",
         ),
     ] = None,
-    redis: Annotated[str | None, typer.Option(envvar="VERBATIM_REDIS", metavar="URL", help="The Redis of the service.")] = None,
     name: Annotated[
         str | None,
         typer.Option(
@@ -99,12 +95,12 @@ def node(
 ) -> None:
     """Take rollouts of submitted tasks and run them on this machine.
 
-    A service can have any number of nodes. A node needs the service's URL, VERBATIM_NODE_TOKEN (or VERBATIM_ADMIN_TOKEN), and the
-    service's Redis: unix://DATA_DIR/redis.sock on the same machine if it is embedded.
+    A service can have any number of nodes. A node needs the service's URL and VERBATIM_NODE_TOKEN (or VERBATIM_ADMIN_TOKEN), and nothing
+    else of it.
 
     \b
-    verbatim node --redis redis://redis:6379 --url http://proxy:8700 --run 16 --ready 4
-    verbatim node --redis unix:///srv/verbatim-data/redis.sock --label gpu=no --runtime docker
+    verbatim node --url http://proxy:8700 --run 16 --ready 4
+    verbatim node --label gpu=no --runtime docker
 
     The first SIGTERM or Ctrl-C lets running rollouts finish within --drain-seconds and returns the others to the queue; a second
     one stops them all.
@@ -116,9 +112,6 @@ def node(
     from rollout.stages import Slots
 
     logs.configure(log_level, log_format)
-    if not redis:
-        hint = "if it is embedded, unix://DATA_DIR/redis.sock on the same machine"
-        raise CommandError(f"no --redis given: pass the Redis of the service; {hint}", exit_code=2)
     settings = NodeSettings(
         labels=parse_labels(labels or []),
         cpus=cpus or float(len(os.sched_getaffinity(0))),
@@ -134,7 +127,6 @@ def node(
         _serve(
             control,
             where,
-            redis,
             name or socket.gethostname(),
             service or where,
             settings,
@@ -163,7 +155,6 @@ def measure_memory_mb() -> int:
 async def _serve(
     control: CommandClient,
     harness_url: str,
-    redis: str,
     name: str,
     service: str,
     settings: NodeSettings,
@@ -171,10 +162,12 @@ async def _serve(
     data_dir: Path,
     wanted: list[str],
 ) -> None:
+    from contract.client import AsyncServiceClient
     from rollout.attempts import node_prefix
+    from rollout.attempts_client import AttemptsClient
     from rollout.evaluators import catalogue as evaluators
     from rollout.harnesses import catalogue as harnesses
-    from rollout.sessions import Judge, Sessions
+    from rollout.judge import Judge
     from rollout.stages import Capacity, Stages
     from rollout.steps import NodeContext
 
@@ -183,28 +176,21 @@ async def _serve(
     evaluators.plugins().load_all()
     harnesses.load_built_in()
     logs = make_logs_folder(data_dir)
-    connection = await connect_to_work(redis)
-    from cli.stored_work import StoredWork
-
-    sessions = Sessions(control.url, control.token)
-    parts = NodeContext(
-        name=name,
-        prefix=node_prefix(name, service),
-        url=harness_url,
-        proxy=proxy,
-        work=StoredWork(connection),
-        sessions=sessions,
-        judge=Judge(sessions, harness_url),
-        stages=Stages(slots, Capacity(settings.cpus, settings.memory_mb)),
-        kinds=kinds,
-        logs=logs,
-    )
-    try:
-        await await_admission(control)
+    await await_admission(control)
+    async with AsyncServiceClient(control.url, control.token) as http:
+        attempts = AttemptsClient(http, name)
+        parts = NodeContext(
+            name=name,
+            prefix=node_prefix(name, service),
+            url=harness_url,
+            proxy=proxy,
+            attempts=attempts,
+            judge=Judge(attempts, harness_url),
+            stages=Stages(slots, Capacity(settings.cpus, settings.memory_mb)),
+            kinds=kinds,
+            logs=logs,
+        )
         await _run(parts, settings, control)
-    finally:
-        await sessions.close()
-        await connection.close()
 
 
 async def _run(parts: NodeContext, settings: NodeSettings, control: CommandClient) -> None:
@@ -221,12 +207,7 @@ async def _run(parts: NodeContext, settings: NodeSettings, control: CommandClien
     )
     for kind in parts.kinds.values():
         log.info("runtimes of kind %s: %s", kind.name, kind.describe_limits())
-    looking = asyncio.create_task(await_listing(control, parts.name))
-    try:
-        await node.run()
-    finally:
-        looking.cancel()
-        await asyncio.wait([looking])
+    await node.run()
 
 
 async def find_kinds(wanted: list[str]) -> dict[str, RuntimeKind]:
@@ -250,36 +231,6 @@ async def find_kinds(wanted: list[str]) -> dict[str, RuntimeKind]:
     return kinds
 
 
-async def connect(redis: str, *, patience_seconds: float = REDIS_SECONDS) -> StoreConnection:
-    """Raises `CommandError` if Redis does not answer."""
-    from proxy.errors import StoreUnavailable
-    from proxy.store.connection import StoreConnection
-
-    try:
-        connection = StoreConnection(redis, patience_seconds=patience_seconds)
-    except ValueError as error:
-        raise CommandError(f"--redis is not a Redis URL: {error}", exit_code=2) from error
-    try:
-        await connection.ping(patient=True)
-    except StoreUnavailable as error:
-        await connection.close()
-        raise CommandError(f"{error.message.rstrip('.')}; start it or correct --redis") from error
-    return connection
-
-
-async def connect_to_work(redis: str) -> StoreConnection:
-    """The same for the store that holds the rollouts. Raises `CommandError` also if a newer build has served it."""
-    from proxy.store.service import NewerStore, check_level
-
-    connection = await connect(redis)
-    try:
-        await check_level(connection, serves=False)
-    except NewerStore as error:
-        await connection.close()
-        raise CommandError(error.message, exit_code=2) from error
-    return connection
-
-
 def parse_proxy(url: str, flag: str) -> ProxyAddress:
     """Raises `CommandError` (exit code 2)."""
     from rollout.runtimes.base import ProxyAddress
@@ -300,12 +251,7 @@ def make_logs_folder(data_dir: Path) -> Path:
     return folder
 
 
-# Checks against the service: it must know the node's token and read the same Redis
-
-
 LOOK_SECONDS = 1.0
-UNSEEN_SECONDS = 20.0
-"""After which a node warns that the service does not list it."""
 
 
 async def await_admission(control: CommandClient) -> None:
@@ -322,23 +268,6 @@ async def await_admission(control: CommandClient) -> None:
             if str(refusal) != logged:
                 logged = str(refusal)
                 log.warning("no rollouts are taken yet: %s", logged)
-        await asyncio.sleep(LOOK_SECONDS)
-
-
-async def await_listing(control: CommandClient, name: str, patience_seconds: float = UNSEEN_SECONDS) -> None:
-    """Wait until the service lists the node; warn once if it does not, because none of its tasks arrive here."""
-    loop = asyncio.get_running_loop()
-    until, announced = loop.time() + patience_seconds, False
-    while True:
-        try:
-            if any(node["name"] == name for node in (await asyncio.to_thread(control.get, "/nodes"))["nodes"]):
-                return
-        except CommandError:
-            # An unreachable service is reported elsewhere.
-            until = loop.time() + patience_seconds
-        if not announced and loop.time() > until:
-            announced = True
-            log.warning("%s does not list this node, so it gets none of its tasks: is --redis the one it uses?", control.url)
         await asyncio.sleep(LOOK_SECONDS)
 
 

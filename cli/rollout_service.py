@@ -18,9 +18,11 @@ from proxy.store.connection import StoreConnection, load_scripts
 from proxy.store.tasks.keys import PACKAGE
 from proxy.store.tasks.tasks import TaskStore
 from proxy.store.tasks.work import WorkStore
+from proxy.tasks.attempts_router import build_attempt_router
 from proxy.tasks.metrics import RolloutNumbers
 from proxy.tasks.router import build_task_router
 from proxy.tasks.sweeper import TIMEOUT_SECONDS, Callbacks, RolloutSettings, Sweeper
+from proxy.tasks.takes import Takes
 from proxy.tasks.views import render_rollout, render_summary, render_task
 from rollout.evaluators import catalogue as evaluators
 from rollout.harnesses import catalogue as harnesses
@@ -41,8 +43,10 @@ def add_rollouts(known: Known, services: Services, control: Application) -> Addi
     store = TaskStore(connection)
     numbers = RolloutNumbers(store)
     services.metrics.registry.register(numbers)
+    takes = Takes(connection, services.stopping)
     router = build_task_router(store, partial(_read_task, known), services)
-    return Addition(router, partial(_run, services, connection, store, numbers), ShownTasks(store))
+    router.routes.extend(build_attempt_router(connection, takes, services).routes)
+    return Addition(router, partial(_run, services, connection, store, numbers, takes), ShownTasks(store))
 
 
 def _read_task(known: Known, raw: bytes) -> tuple[Task, bytes]:
@@ -54,16 +58,18 @@ def _read_task(known: Known, raw: bytes) -> tuple[Task, bytes]:
 
 @contextlib.asynccontextmanager
 async def _run(
-    services: Services, connection: StoreConnection, store: TaskStore, numbers: RolloutNumbers
+    services: Services, connection: StoreConnection, store: TaskStore, numbers: RolloutNumbers, takes: Takes
 ) -> AsyncIterator[None]:
     callbacks = Callbacks(store, partial(services.outbound.post, seconds=TIMEOUT_SECONDS))
     name, work = f"server-{uuid.uuid4().hex}", WorkStore(connection)
-    sweeping = asyncio.create_task(Sweeper(name, store, work, services, callbacks, numbers, RolloutSettings()).run())
+    sweeper = Sweeper(name, store, work, services, callbacks, numbers, RolloutSettings(), takes.may_recover)
+    running = [asyncio.create_task(sweeper.run()), asyncio.create_task(takes.run())]
     try:
         yield
     finally:
-        sweeping.cancel()
-        await asyncio.wait([sweeping])
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)
         await connection.close()
 
 

@@ -219,7 +219,7 @@ def _check_store(settings: Settings, url: str) -> None:
                     why = error.message.partition(" does not answer")[2]
                     log.warning("waiting up to %g s for the Redis at %s%s", settings.redis_retry_seconds, connection.place, why)
                 await connection.ping(patient=True)
-            await check_level(connection, serves=True)
+            await check_level(connection)
         finally:
             await connection.close()
 

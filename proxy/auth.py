@@ -93,7 +93,7 @@ def named_session(path_session: str | None, key: str | None, *, keyless: bool = 
     return session_id
 
 
-# Tokens of the control side. A trainer's opens batches and weights, a node's the sessions of rollouts, an admin's everything.
+# Tokens of the control side. A trainer's opens batches and weights, a node's the rollouts that the node has, an admin's everything.
 # Each role may have several valid tokens at once, and token files are reread when they change, so a token can be exchanged without a
 # restart.
 

@@ -9,7 +9,8 @@ VerbatimError                        status  code
 │   ├── NotFound                     404     not_found            unknown session, model, lease, path
 │   │   └── UnknownCall              404     not_found            a call or response that the session does not have
 │   ├── Conflict                     409     conflict             closed session, older version, duplicate id
-│   │   └── ReplayDiverged           409     replay_diverged      a fork's request that its origin did not record
+│   │   ├── ReplayDiverged           409     replay_diverged      a fork's request that its origin did not record
+│   │   └── AttemptSuperseded        409     superseded           an attempt that the node does not have (any more)
 │   ├── RequestTimeout               408     request_timeout      the body did not arrive in time
 │   ├── EncodingRefused              415     unsupported_encoding a compressed body
 │   └── TooLarge                     413     request_too_large
@@ -89,6 +90,10 @@ class Conflict(RequestError):
 
 class ReplayDiverged(Conflict):
     code = "replay_diverged"
+
+
+class AttemptSuperseded(Conflict):
+    code = "superseded"
 
 
 class RequestTimeout(RequestError):

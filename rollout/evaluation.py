@@ -6,11 +6,12 @@ import asyncio
 import errno
 import posixpath
 from collections.abc import Sequence
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
 from contract.attempts import AttemptId, Failure
-from contract.errors import RequestRefused, ResourceNotFound, ServiceError
+from contract.errors import RequestRefused, ServiceError
 from contract.tasks import EvaluatorSpec, Task
 from rollout.attempts import RolloutFailed, runtime_name
 from rollout.evaluators import catalogue
@@ -73,7 +74,7 @@ class Evaluation:
             raise RolloutFailed(Failure.BAD_REWARD, str(error), self._logs.place("evaluate.out")) from error
         except EvaluationTimedOut as error:
             raise RolloutFailed(Failure.EVALUATOR_TIMEOUT, str(error), self._logs.place("evaluate.err")) from error
-        except (EvaluationFailed, RequestRefused, ResourceNotFound) as error:
+        except (EvaluationFailed, RequestRefused) as error:
             raise RolloutFailed(Failure.EVALUATOR_FAILED, str(error), self._logs.place("evaluate.err")) from error
 
     async def _evaluate(self, case: Case) -> Any:
@@ -95,7 +96,7 @@ class Evaluation:
             runtime=runtime,
             logs=self._logs.of("evaluate"),
             seconds=self._task.budgets.evaluation,
-            ask=self._parts.judge.ask,
+            ask=partial(self._parts.judge.ask, self._attempt),
         )
 
     async def _warm(self) -> Runtime:

@@ -1,4 +1,4 @@
-"""A node: takes rollouts from the store and runs each through its stages, as many at once as its slots allow.
+"""A node: takes rollouts of the service and runs each through its stages, as many at once as its slots allow.
 
 Heartbeats renew its leases while the process lives. When it drains, it takes no more rollouts, puts back those that have not started
 to run, and lets the others finish; what still runs after `drain_seconds` is queued again for other nodes.
@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from contract.attempts import AttemptId, Failure, FailureRecord, NodeState, Room, Superseded, TakenRollout
-from contract.errors import ServiceError
+from contract.errors import ServiceError, ServiceUnavailable
 from rollout.course import Course
 from rollout.logs import AttemptLogs, KeptLogs
 from rollout.offer import WorkingKinds
 from rollout.stages import Permit
 from rollout.steps import NodeContext
-from rollout.work import WorkUnavailable
 
 log = logging.getLogger(__name__)
 
 BEATS_PER_LEASE = 4
+WAIT_SECONDS = 50.0
+"""How long a request for a rollout waits for one."""
 LOOK_SECONDS = 2.0
-"""Longest wait before looking for work again: nothing announces that another node gave up a rollout."""
+"""Pause after such a request that failed."""
 STOP_SECONDS = 30.0
 """How long to wait for the removal of a stopped rollout's runtimes."""
 
@@ -49,15 +51,17 @@ class RolloutNode:
     def __init__(self, parts: NodeContext, settings: NodeSettings) -> None:
         self._parts = parts
         self._settings = settings
-        self._offer = WorkingKinds(parts.kinds)
+        self._offer = WorkingKinds(parts.kinds, parts.stages.capacity.freed.set)
         self._kept_logs = KeptLogs(parts.logs, settings.log_mb << 20)
         self._courses: dict[AttemptId, tuple[Course, asyncio.Task[None]]] = {}
         self._draining = asyncio.Event()
         self._hurrying = asyncio.Event()
         self._announced = asyncio.Event()
         """Set after the first heartbeat."""
-        self._started_at: float | None = None
-        """The time of the first heartbeat, by the store's clock."""
+        self._wanted = ""
+        """The token of the rollout that is asked for."""
+        self._started_at = 0.0
+        """The time of the first heartbeat, by the service's clock; 0: there was none."""
 
     def drain(self) -> None:
         if self._draining.is_set():
@@ -84,8 +88,8 @@ class RolloutNode:
                 _cancel(task)
             await asyncio.wait([self._beating, self._taking, *left], timeout=STOP_SECONDS)
             await self._offer.close()
-        with suppress(WorkUnavailable):
-            await self._parts.work.leave(self._parts.name)
+        with suppress(ServiceError):
+            await self._parts.attempts.leave()
 
     async def _sweep(self) -> None:
         """Remove runtimes that an earlier process of this node left. A failure is only logged: names of runtimes are never reused."""
@@ -99,69 +103,62 @@ class RolloutNode:
                 log.warning("removed %d runtimes of kind %s that this node left behind", swept, kind.name)
 
     async def _take_until_drained(self) -> None:
-        capacity = self._parts.stages.capacity
         # Other nodes learn its lease from its heartbeat.
         await self._announced.wait()
         while True:
             permit = await self._parts.stages.ahead.enter()
             try:
-                capacity.freed.clear()
                 taken = await self._take()
-                while taken is None:
-                    await self._wait_for_change()
-                    capacity.freed.clear()
-                    taken = await self._take()
             except BaseException:
                 permit.leave()
                 raise
             self._start(taken, permit)
 
-    async def _take(self) -> TakenRollout | None:
-        room = self._measure_room()
-        if room.cpus <= 0 or room.memory_mb <= 0:
-            return None
-        asking = asyncio.create_task(self._ask(room))
+    async def _take(self) -> TakenRollout:
+        """Asks until it gets one, anew whenever it has another room; a repeated request gets what an answer that was lost had."""
+        self._wanted, changed = uuid.uuid4().hex, self._parts.stages.capacity.freed
         try:
-            return await asyncio.shield(asking)
-        except WorkUnavailable as error:
-            log.warning("no rollout can be taken now: %s", error)
+            while True:
+                changed.clear()
+                room = self._measure_room()
+                changing = asyncio.create_task(changed.wait())
+                asking = asyncio.create_task(self._ask(room))
+                try:
+                    await asyncio.wait([asking, changing], return_when=asyncio.FIRST_COMPLETED)
+                    if asking.done() and (taken := asking.result()) is not None:
+                        return taken
+                finally:
+                    for task in (asking, changing):
+                        task.cancel()
+                    await asyncio.wait([asking, changing])
         except asyncio.CancelledError:
-            await self._decline(asking)
+            await self._decline()
             raise
+
+    async def _ask(self, room: Room) -> TakenRollout | None:
+        if room.cpus <= 0 or room.memory_mb <= 0 or not room.runtimes:
+            await asyncio.sleep(WAIT_SECONDS)
+            return None
+        try:
+            return await self._parts.attempts.take(room, self._settings.lease_seconds, self._wanted, WAIT_SECONDS)
+        except ServiceUnavailable as error:
+            log.warning("no rollout can be taken now: %s", error)
         except Exception:
             # Otherwise the node would live on and take nothing more, without a trace.
             log.exception("taking a rollout failed; it is left to its lease")
-            await asyncio.sleep(LOOK_SECONDS)
+            self._wanted = uuid.uuid4().hex
+        await asyncio.sleep(LOOK_SECONDS)
         return None
 
-    async def _ask(self, room: Room) -> TakenRollout | None:
-        work = self._parts.work
-        return await work.take(self._parts.name, room, self._settings.lease_seconds, await work.now())
-
-    async def _decline(self, asking: asyncio.Task[TakenRollout | None]) -> None:
-        """Put back what the store still hands to a draining node: lost with the node, it would cost the rollout an attempt."""
-        await asyncio.wait([asking], timeout=STOP_SECONDS)
-        if asking.done() and not asking.cancelled() and asking.exception() is None and (taken := asking.result()) is not None:
-            with suppress(Superseded, WorkUnavailable):
-                await self._parts.work.put_back(taken.attempt, await self._parts.work.now())
-
-    async def _wait_for_change(self) -> None:
-        """Returns when there may be work for which this node has room."""
-        waits = [
-            asyncio.create_task(self._parts.stages.capacity.freed.wait()),
-            asyncio.create_task(self._wait_for_work()),
-        ]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-
-    async def _wait_for_work(self) -> None:
-        try:
-            await self._parts.work.wait(LOOK_SECONDS)
-        except WorkUnavailable:
-            await asyncio.sleep(LOOK_SECONDS)
+    async def _decline(self) -> None:
+        """Put back what the service has handed to a draining node: lost with the node, it would cost the rollout an attempt."""
+        attempts = self._parts.attempts
+        with suppress(Superseded, ServiceError, TimeoutError):
+            async with asyncio.timeout(STOP_SECONDS):
+                if (
+                    taken := await attempts.take(self._measure_room(), self._settings.lease_seconds, self._wanted, 0)
+                ) is not None:
+                    await attempts.put_back(taken.attempt)
 
     def _start(self, taken: TakenRollout, permit: Permit) -> None:
         # Before anything else is taken, or two rollouts would get the same room.
@@ -191,8 +188,8 @@ class RolloutNode:
             try:
                 await self._beat()
                 self._announced.set()
-            except WorkUnavailable as error:
-                log.warning("the heartbeat failed: %s", error)
+            except (ServiceError, TimeoutError) as error:
+                log.warning("the heartbeat failed: %s", error or "no answer in time")
             except Exception:
                 # Otherwise every lease would expire, without a trace.
                 log.exception("the heartbeat failed and is retried")
@@ -200,15 +197,15 @@ class RolloutNode:
             await asyncio.sleep(pause if self._announced.is_set() else min(pause, LOOK_SECONDS))
 
     async def _beat(self) -> None:
-        now = await self._parts.work.now()
-        held = list(self._courses)
-        for lost in await self._parts.work.beat(self._describe(now), held, now):
+        async with asyncio.timeout(self._settings.lease_seconds / 2):
+            found, now = await self._parts.attempts.extend(self._describe(), list(self._courses))
+        self._started_at = self._started_at or now
+        for lost in found:
             if lost in self._courses:
                 log.info("rollout %s is no longer this node's and is stopped", lost.session_id)
                 _cancel(self._courses[lost][1])
 
-    def _describe(self, now: float) -> NodeState:
-        self._started_at = now if self._started_at is None else self._started_at
+    def _describe(self) -> NodeState:
         stages, slots = self._parts.stages, self._parts.stages.slots
         return NodeState(
             name=self._parts.name,
@@ -222,7 +219,6 @@ class RolloutNode:
             free_memory_mb=stages.capacity.free_memory_mb,
             draining=self._draining.is_set(),
             started_at=self._started_at,
-            seen_at=now,
             lease_seconds=self._settings.lease_seconds,
         )
 
@@ -231,8 +227,8 @@ class RolloutNode:
 
         async def put_back(attempt: AttemptId, task: asyncio.Task[None]) -> None:
             await _stop(task)
-            with suppress(Superseded, WorkUnavailable):
-                await self._parts.work.put_back(attempt, await self._parts.work.now())
+            with suppress(Superseded, ServiceError):
+                await self._parts.attempts.put_back(attempt)
 
         waiting = [(attempt, task) for attempt, (course, task) in self._courses.items() if not course.begun]
         await asyncio.gather(*(put_back(*each) for each in waiting))
@@ -256,9 +252,8 @@ class RolloutNode:
 
         async def hand_over(attempt: AttemptId, task: asyncio.Task[None]) -> None:
             await _stop(task)
-            with suppress(Superseded, WorkUnavailable, ServiceError):
-                if await self._parts.work.give_up(attempt, failure, await self._parts.work.now(), retry=True, spared=True):
-                    await self._parts.sessions.delete(attempt.session_id)
+            with suppress(Superseded, ServiceError):
+                await self._parts.attempts.give_up(attempt, failure, stopped=True)
 
         running = [(attempt, task) for attempt, (_, task) in self._courses.items()]
         await asyncio.gather(*(hand_over(*each) for each in running))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from rollout.runtimes.base import RuntimeKind
 
@@ -20,10 +20,11 @@ SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 
 
 class WorkingKinds:
-    """`kinds` are those of this node by name. `close` it."""
+    """`kinds` are those of this node by name. `on_change` is called when what `choose` gives may have changed. `close` it."""
 
-    def __init__(self, kinds: Mapping[str, RuntimeKind]) -> None:
+    def __init__(self, kinds: Mapping[str, RuntimeKind], on_change: Callable[[], None] = lambda: None) -> None:
         self._kinds = kinds
+        self._on_change = on_change
         self._failures = Counter[str]()
         """Of each kind, in a row."""
         self._lacking: set[str] = set()
@@ -50,6 +51,7 @@ class WorkingKinds:
             if name not in self._returning:
                 log.warning("no rollouts with runtimes of kind %s are taken for now: %s", name, lack or "the node failed")
                 self._returning[name] = asyncio.create_task(self._offer_again(name))
+            self._on_change()
         return lack is not None
 
     def trust(self, name: str) -> None:
@@ -58,6 +60,7 @@ class WorkingKinds:
         self._lacking.discard(name)
         if (returning := self._returning.pop(name, None)) is not None:
             returning.cancel()
+        self._on_change()
 
     async def close(self) -> None:
         for returning in self._returning.values():
@@ -73,6 +76,7 @@ class WorkingKinds:
             pause = min(LONGEST_PAUSE_SECONDS, 2 * pause)
             await asyncio.sleep(pause)
         del self._returning[name]
+        self._on_change()
         log.info("rollouts with runtimes of kind %s are taken again", name)
 
     async def _probe(self, name: str) -> str | None:
@@ -84,5 +88,6 @@ class WorkingKinds:
             lack = f"{type(error).__name__}: {error}"
         finally:
             self._probing[name] -= 1
+            self._on_change()
         (self._lacking.discard if lack is None else self._lacking.add)(name)
         return lack

@@ -17,14 +17,14 @@ import httpx
 from contract.attempts import Failure
 from contract.tasks import Exec, PrepareStep, Task, Upload
 from rollout.attempts import RolloutFailed
+from rollout.attempts_client import AttemptsClient, OpenSession
 from rollout.harnesses.definition import Harness, find_unserved
 from rollout.harnesses.limits import Limits, UnknownWindows
 from rollout.harnesses.prepared import Prepared, SessionAccess, home_variables, temporary_directory
+from rollout.judge import Judge
 from rollout.logs import AttemptLogs
 from rollout.runtimes.base import Executed, Install, Installed, NetworkRefused, ProxyAddress, Runtime, RuntimeKind
-from rollout.sessions import Judge, OpenSession, Sessions
 from rollout.stages import Stages
-from rollout.work import Work
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +49,7 @@ class NodeContext:
     prefix: str
     url: str
     proxy: ProxyAddress
-    work: Work
-    sessions: Sessions
+    attempts: AttemptsClient
     judge: Judge
     stages: Stages
     kinds: Mapping[str, RuntimeKind]

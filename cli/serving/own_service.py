@@ -125,7 +125,7 @@ class OwnService:
         self._await(lambda: self._read_url(output), "verbatim serve did not start")
         self._await(self._is_ready, f"no engine answers at {', '.join(self._engines)} (start it, or correct --engine)")
         if self._run:
-            place = ["--redis", redis_url, "--url", self.url, "--data-dir", str(self._folder / "node")]
+            place = ["--url", self.url, "--data-dir", str(self._folder / "node")]
             place += ["--name", NODE_NAME, "--service", self._identity]
             slots = ["--run", str(self._run), "--ready", "1", "--evaluate", str(self._run), "--drain-seconds", "0"]
             kinds = [word for kind in self._runtimes for word in ("--runtime", kind)]

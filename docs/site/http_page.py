@@ -59,7 +59,19 @@ def render() -> str:
 
 def _list_groups(document: dict[str, Any]) -> list[str]:
     """The groups of operations, in the order in which an agent, a trainer and an operator need them."""
-    order = ["sessions", "model calls", "batches", "weights", "groups", "run", "tasks", "engines", "health", "archive"]
+    order = [
+        "sessions",
+        "model calls",
+        "batches",
+        "weights",
+        "groups",
+        "run",
+        "tasks",
+        "attempts",
+        "engines",
+        "health",
+        "archive",
+    ]
     found = {operation["tags"][0] for methods in document["paths"].values() for operation in methods.values()}
     assert found == set(order), found
     return order

@@ -126,7 +126,7 @@ def node(parts: Parts, plan: Plan, served: Served) -> Child:
     name = f"loop-{zlib.crc32(os.fsencode(plan.out)):08x}"
     # Sandboxes are told apart by their node's name on the whole machine; one that goes on removes what a killed one left.
     where = ["--name", name, "--data-dir", str(plan.out / "logs" / "rollouts"), "--runtime", "local"]
-    whose = ["--url", served.url, "--redis", f"unix://{data / 'service' / 'redis.sock'}"]
+    whose = ["--url", served.url]
     env = {**parts.node_env, "VERBATIM_ADMIN_TOKEN": served.admin_token, "VERBATIM_LOCAL_DIR": str(data / "runtimes")}
     argv = [sys.executable, "-m", "cli.main", "node", *where, *whose, *parts.slots, "--drain-seconds", "0"]
     return Child("the node", argv, plan.log("node"), env=env)

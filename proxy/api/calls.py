@@ -25,7 +25,6 @@ from proxy.api.requests import (
     encode_each,
     encode_response,
     require_admin,
-    require_node,
 )
 from proxy.rows import CallsCursor
 from reconstruct.trajectory import encode_accounting, encode_row
@@ -178,7 +177,7 @@ class Trajectories(Body, json_schema_extra={"example": {"trajectories": [ROW], "
 
 @router.get(
     "/calls",
-    dependencies=[Depends(require_node)],
+    dependencies=[Depends(require_admin)],
     description="In the order they were recorded, followed by those in flight. With n > 1 every choice is a separate call. "
     + ENCODINGS,
     responses={200: {"model": CallPage, "description": "a page"}},

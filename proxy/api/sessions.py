@@ -1,4 +1,4 @@
-"""Sessions over HTTP: open, list, inspect, reward, close and delete them. For the admin, and for nodes what a rollout needs."""
+"""Sessions over HTTP: open, list, inspect, reward, close and delete them. For the admin."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ from proxy.api.requests import (
     SessionId,
     json_response,
     require_admin,
-    require_node,
 )
 from proxy.auth import mint_key
 from proxy.dialects.catalogue import base_urls
@@ -50,7 +49,7 @@ STATE_FIELDS = tuple(each.name for each in fields(SessionProgress))
 run depends on them."""
 
 router = APIRouter(prefix="/sessions", tags=["sessions"], default_response_class=Response)
-ADMIN, NODE = [Depends(require_admin)], [Depends(require_node)]
+ADMIN = [Depends(require_admin)]
 
 
 class Reward(Body, json_schema_extra={"example": {"reward": 1.0, "per_call": {}, "metadata": {"judge": "unit tests"}}}):
@@ -79,7 +78,7 @@ class AgentLog(Body, json_schema_extra={"example": {"text": "$ pytest\n1 failed,
 
 @router.post(
     "",
-    dependencies=NODE,
+    dependencies=ADMIN,
     status_code=201,
     responses={
         201: {"model": OpenedSession, "description": "opened"},
@@ -93,7 +92,7 @@ async def open_session(
 ) -> Response:
     """A session is one run of a harness, which gets one of `base_urls` and `api_key` and needs nothing else."""
     session_id, api_key = await open_new(services, body, request.is_disconnected)
-    urls = _base_urls(request, services.settings, session_id)
+    urls = make_base_urls(request, services.settings, session_id)
     return json_response({"session_id": session_id, "api_key": api_key, "base_urls": urls}, 201)
 
 
@@ -135,7 +134,7 @@ async def list_sessions(
     return json_response({"sessions": [session_as_wire(state) for state in states], "cursor": following})
 
 
-@router.get("/{session_id}", dependencies=NODE, responses={200: {"model": SessionDetail, "description": "the session"}})
+@router.get("/{session_id}", dependencies=ADMIN, responses={200: {"model": SessionDetail, "description": "the session"}})
 async def get_session(services: Served, session_id: SessionId) -> Response:
     """Its current state. `unserved` is the last call that the service or the engine failed, and why."""
     state = await closing.load_session(services, session_id)
@@ -144,7 +143,7 @@ async def get_session(services: Served, session_id: SessionId) -> Response:
 
 @router.delete(
     "/{session_id}",
-    dependencies=NODE,
+    dependencies=ADMIN,
     status_code=204,
     responses={
         204: {"description": "deleted"},
@@ -160,7 +159,7 @@ async def delete_session(services: Served, session_id: SessionId) -> Response:
 
 @router.post(
     "/{session_id}/reward",
-    dependencies=NODE,
+    dependencies=ADMIN,
     responses={
         200: {"model": SessionView, "description": "the session"},
         409: {"description": "its group has been leased (`conflict`)"},
@@ -176,7 +175,7 @@ async def reward_session(
 
 @router.post(
     "/{session_id}/close",
-    dependencies=NODE,
+    dependencies=ADMIN,
     responses={
         200: {"model": SessionView, "description": "the session"},
         409: {"description": "it was closed with another status (`conflict`)"},
@@ -191,7 +190,7 @@ async def close_session(
     return json_response(session_as_wire(state))
 
 
-@router.put("/{session_id}/log", dependencies=NODE, status_code=204, responses={204: {"description": "stored"}})
+@router.put("/{session_id}/log", dependencies=ADMIN, status_code=204, responses={204: {"description": "stored"}})
 async def store_log(
     services: Served, session_id: SessionId, body: Annotated[AgentLog, Depends(JsonBody(AgentLog).read)]
 ) -> Response:
@@ -235,7 +234,7 @@ def check_judge(services: Services, lookahead: Lookahead) -> None:
         )
 
 
-def _base_urls(request: Request, settings: Settings, session_id: str) -> dict[str, str]:
+def make_base_urls(request: Request, settings: Settings, session_id: str) -> dict[str, str]:
     """Under the URL by which harnesses reach this service, as far as the request reveals it."""
     url = request.base_url if settings.control_port is None else request.base_url.replace(port=settings.port)
     base = str(url) if settings.public_url is None else settings.public_url

@@ -208,9 +208,9 @@ class NewerStore(VerbatimError):
     code = "newer_store"
 
 
-async def check_level(connection: StoreConnection, *, serves: bool) -> None:
-    """Raises NewerStore. A store that this build `serves` keeps what later ones have to reach."""
-    args = (LEVEL, LEAST_LEVEL if serves else 0)
+async def check_level(connection: StoreConnection) -> None:
+    """Raises NewerStore. The store keeps what later builds have to reach."""
+    args = (LEVEL, LEAST_LEVEL)
     if least := int(await connection.run(Script.read("level"), (keys.LEVEL,), args, patient=True)):
         raise NewerStore(
             f"a newer verbatim has served this store: it asks for level {least} and this build has {LEVEL}, which would serve its "

@@ -36,7 +36,7 @@ DAY_SECONDS = 86400.0
 
 
 class Sweeper:
-    """`name` is unique among servers and nodes."""
+    """`name` is unique among servers and nodes. `may_recover` says whether a node that was silent for so many seconds is lost."""
 
     def __init__(
         self,
@@ -47,6 +47,7 @@ class Sweeper:
         callbacks: Callbacks,
         numbers: RolloutNumbers,
         settings: RolloutSettings,
+        may_recover: Callable[[float], bool] = lambda seconds: True,
     ) -> None:
         self._name = name
         self._store = store
@@ -55,6 +56,7 @@ class Sweeper:
         self._callbacks = callbacks
         self._numbers = numbers
         self._settings = settings
+        self._may_recover = may_recover
         self._waiting: set[str] = set()
         """Parts that are waiting for the store."""
 
@@ -93,6 +95,8 @@ class Sweeper:
 
     async def finish_lost(self) -> int:
         """1 if a lost node's rollout was finished, whose verdict was stored; otherwise 0."""
+        if not self._may_recover(0.0):
+            return 0
         taken = await self._work.recover(self._name, self._settings.lost_node_seconds, await self._store.now())
         if taken is None:
             return 0

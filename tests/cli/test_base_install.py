@@ -45,7 +45,7 @@ WORKS = (
 )
 REFUSED = (
     (("serve", "--engine", "http://127.0.0.1:9"), "pip install '.[proxy]'"),
-    (("node", "--redis", "redis://127.0.0.1:9"), "pip install '.[rollout]'"),
+    (("node",), "pip install '.[rollout]'"),
     (("generate", "--tasks", "tasks.jsonl", "--engine", "http://127.0.0.1:9", "--out", "o"), "[proxy,rollout,archive]"),
     (("generate", "--tasks", "tasks.jsonl", "--url", "http://127.0.0.1:9", "--out", "o"), "[rollout,archive]"),
     (("export", "--out", "e"), "pip install '.[archive]'"),

@@ -271,7 +271,7 @@ def test_sessions_without_a_token_says_which_variable_to_set() -> None:
 @pytest.mark.parametrize("token", ["hid\nden", "hid den", "hiddén"])
 def test_a_token_that_cannot_be_sent_is_refused_and_not_shown(token: str, tmp_path: Path) -> None:
     """The HTTP client's error quotes the header; a node waits for its service and had the token in its log."""
-    for command in (("sessions", "list"), ("node", "--redis", "redis://127.0.0.1:9", "--data-dir", str(tmp_path))):
+    for command in (("sessions", "list"), ("node", "--data-dir", str(tmp_path))):
         sentence = refused(*command, code=2, VERBATIM_URL="http://127.0.0.1:9", VERBATIM_ADMIN_TOKEN=token)
         assert "VERBATIM_ADMIN_TOKEN holds no token" in sentence and "hid" not in sentence
 

@@ -55,7 +55,7 @@ def test_a_node_runs_rollouts_of_a_service_whose_sides_have_two_ports_with_a_nod
         task["evaluator"] = {"kind": "command", "options": scored, "fresh_runtime": False}
         made = running.request("POST", "/tasks", json=task)
         assert made.status_code == 201, made.text
-        place = ["--redis", f"unix://{tmp_path}/data/redis.sock", "--url", running.control_url, "--harness-url", running.url]
+        place = ["--url", running.control_url, "--harness-url", running.url]
         variables = environment(
             VERBATIM_NODE_TOKEN=NODE, VERBATIM_LOCAL_SANDBOX="none", VERBATIM_LOCAL_DIR=str(tmp_path / "runtimes")
         )

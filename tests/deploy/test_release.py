@@ -257,7 +257,7 @@ def test_the_service_and_a_node_work_with_nothing_but_what_their_extras_ask_for(
         page = asked_of(url, "GET", "/ui/sessions/s").text
         static = set(re.findall(r'"(/ui/static/[^"]+)"', page))
         assert len(static) > 1 and all(asked_of(url, "GET", path).text for path in static)
-        node = ("node", f"--redis=unix://{data}/redis.sock", f"--url={url}", f"--data-dir={tmp_path}/node", "--runtime=local")
+        node = ("node", f"--url={url}", f"--data-dir={tmp_path}/node", "--runtime=local")
         with at_work(python, asked_by(wheel, "rollout"), tmp_path, *node) as told:
             wait_until(lambda: (told(), asked_of(url, "GET", "/nodes").json()["nodes"])[1] != [], 120, "a node")
 

@@ -16,11 +16,11 @@ class NodeVictim:
     """`start` again after `kill` has the name, the folder and the flags of before; `started_at` is in epoch seconds. `variables` are
     further ones of its environment."""
 
-    def __init__(self, name: str, folder: Path, redis_url: str, url: str, *flags: str, **variables: str) -> None:
+    def __init__(self, name: str, folder: Path, url: str, *flags: str, **variables: str) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
         self.started_at = 0.0
-        place = ["--name", name, "--data-dir", str(folder / name), "--redis", redis_url, "--url", url, "--runtime", "local"]
+        place = ["--name", name, "--data-dir", str(folder / name), "--url", url, "--runtime", "local"]
         # What its slots let in is bounded by them alone.
         room = ["--cpus", "64", "--memory-mb", str(1 << 20)]
         self._command = [*COMMAND, "node", *place, *room, *flags]

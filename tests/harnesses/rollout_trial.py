@@ -87,7 +87,7 @@ class RolloutTrial:
                     lease = ("--lease-seconds", str(LEASE_SECONDS))
                     # Runtimes are told apart by their node's name on the whole machine, on which another trial may be running.
                     name = f"n{number}-{os.getpid()}"
-                    victim = NodeVictim(name, self._folder, redis.url, service.url, *SLOTS, *lease, **self._variables)
+                    victim = NodeVictim(name, self._folder, service.url, *SLOTS, *lease, **self._variables)
                     stack.callback(victim.stop)
                     victims.append(victim)
                 return self._tried(service, victims, pause_seconds, most_kills)

@@ -93,7 +93,7 @@ def test_store_and_engines_are_reached_by_those_alone_who_need_them(name: str) -
     held = policies(values)
     proxy, node = part(values, "proxy"), part(values, "node")
     redis, vllm = part(values, "redis"), part(values, "vllm")
-    assert reaches(held, proxy, redis, 6379) and reaches(held, node, redis, 6379)
+    assert reaches(held, proxy, redis, 6379) and not reaches(held, node, redis, 6379)
     assert reaches(held, proxy, vllm, 8000) and not reaches(held, node, vllm, 8000)
     assert not reaches(held, vllm, redis, 6379)
     copies = End(NAMESPACE, {**redis.labels, "app.kubernetes.io/component": "backup"})

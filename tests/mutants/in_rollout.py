@@ -103,10 +103,16 @@ FAULTS = (
         _NODE + "'cancelled_rollout'",
     ),
     Fault(
-        "A rollout that failed on a node's account leaves its session to be trained beside the next attempt's.",
-        "            await self._parts.sessions.delete(AttemptId(self.attempt.task_id, self.attempt.index, number).session_id)\n",
-        "            pass\n",
-        _NODE + "'node_that_vanished'",
+        "After an outage of all services the first node that asks robs the others.",
+        "            lease = lease_seconds if self.may_recover(lease_seconds) else NEVER_SECONDS\n",
+        "            lease = lease_seconds\n",
+        "tests/proxy/tasks/test_takes.py -k 'robbed'",
+    ),
+    Fault(
+        "A node's token opens the session of a rollout that another node has.",
+        "        held = state is not None and (state.attempt, state.node) == (attempt.attempt, self._node)\n",
+        "        held = state is not None and state.attempt == attempt.attempt\n",
+        "tests/rollout/test_introduction.py -k 'nodes_token'",
     ),
     Fault(
         "A node takes more rollouts than it has memory for.",

@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from contract.attempts import AttemptId, Failure
-from contract.errors import NoAnswer, RequestRefused
+from contract.errors import NoAnswer
 from contract.sessions import Unserved
 from contract.tasks import EvaluatorSpec, Exec, HarnessSpec, RuntimeSpec
 from proxy.call.writer import FailureNotes
@@ -37,12 +37,12 @@ from rollout.harnesses.definition import parse
 from rollout.logs import AttemptLogs
 from rollout.runtimes.base import Executed, Runtime
 from rollout.runtimes.command_runtime import CommandRuntime
-from rollout.sessions import Judge, Sessions
 from rollout.stages import Slots, Stage, within
 from rollout.steps import check_run, remove
 from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine
 from tests.support.runtimes.rollout_nodes import ASK, SECONDS, WatchedNode, World, a_task, unsandboxed
-from tests.support.service.running_service import ADMIN, TRAINER, RunningService
+from tests.support.service.rollout_service import serving_tasks
+from tests.support.service.running_service import TRAINER
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ async def test_what_a_node_takes_as_it_begins_to_drain_costs_its_rollout_nothing
     task = await world.submit(a_task(on_lost_node="fail", max_attempts=1))
     answered, gate = asyncio.Event(), asyncio.Event()
     async with world.node("first") as first:
-        take = first._parts.work.take
+        take = first._parts.attempts.take
 
         async def slow(*args: Any) -> Any:
             taken = await take(*args)
@@ -82,7 +82,7 @@ async def test_what_a_node_takes_as_it_begins_to_drain_costs_its_rollout_nothing
                 await gate.wait()
             return taken
 
-        monkeypatch.setattr(first._parts.work, "take", slow)
+        monkeypatch.setattr(first._parts.attempts, "take", slow)
         await answered.wait()
         first.drain()
         await asyncio.sleep(0)
@@ -111,14 +111,14 @@ async def test_a_session_that_was_opened_too_late_is_taken_away(world: World, mo
     task = await world.submit(a_task())
     asked, gate = asyncio.Event(), asyncio.Event()
     async with world.node("first") as first:
-        create = first._parts.sessions.create
+        opens = first._parts.attempts.open
 
         async def slow(*args: Any, **fields: Any) -> Any:
             asked.set()
             await gate.wait()
-            return await create(*args, **fields)
+            return await opens(*args, **fields)
 
-        monkeypatch.setattr(first._parts.sessions, "create", slow)
+        monkeypatch.setattr(first._parts.attempts, "open", slow)
         await asked.wait()
         await first.vanish()
         await world.let_leases_run_out()
@@ -363,19 +363,20 @@ async def test_a_trainer_does_not_wait_for_a_group_of_which_a_rollout_failed_for
     assert letter["reason"] == "incomplete: 2 of 3 members usable, 1 failed, and they are not replaced"
 
 
-async def test_a_judge_is_asked_also_while_trainers_are_behind(engine: ScriptedEngine, redis_url: str) -> None:
+async def test_a_judge_is_asked_also_while_trainers_are_behind(engine: ScriptedEngine, redis_url: str, tmp_path: Path) -> None:
     """The one group that may be undelivered waits for this very verdict."""
-    with RunningService(engine.url, redis_url, engine_api="token", max_undelivered_groups=1) as service:
-        async with Sessions(service.url, ADMIN) as sessions:
-            await sessions.create("t.0.1", group_id="t", group_size=1)
-            for _ in range(2):
-                asking = Judge(sessions, sessions.url).ask("policy", [{"role": "user", "content": "well?"}], {})
-                assert await asyncio.wait_for(asking, SECONDS) == "hello world"
-            await sessions.close_session("t.0.1", "failed")
-            await sessions.delete("t.0.1")
-            await asyncio.wait_for(sessions.create("u.0.1", group_id="u", group_size=1), SECONDS)
-            with pytest.raises(RequestRefused, match="left out of training"):
-                await sessions.create("v.0.1", group_id="v", trained=False)
+    replies = iter([Say("hello world"), Say('{"score": 10}')])
+    engine.script = lambda generation, index: next(replies)
+    with serving_tasks(redis_url, engine.url, engine_api="token", max_undelivered_groups=1) as service:
+        connection = StoreConnection(redis_url)
+        world = World(service, redis_url, connection, tmp_path)
+        try:
+            task = await world.submit(a_task(evaluator=JUDGED))
+            async with world.node():
+                (state,) = await world.ended(task)
+        finally:
+            await connection.close()
+    assert state.verdict is not None and state.verdict.reward == 1.0, state.verdict
 
 
 JUDGED = EvaluatorSpec("llm_judge", {"rubric": "10 for a greeting", "model": "policy"}, fresh_runtime=False)
@@ -413,8 +414,9 @@ async def test_a_group_that_has_begun_is_completed_by_a_node_whose_only_slot_is_
     monkeypatch.setattr("proxy.store.tasks.work.HOLD_SECONDS", 1.0)
     monkeypatch.setattr("contract.client.LONGEST_PAUSE_SECONDS", 0.1)
     monkeypatch.setattr("rollout.node.LOOK_SECONDS", 0.2)
+    monkeypatch.setattr("proxy.tasks.takes.LOOK_SECONDS", 0.2)
     gate = tmp_path / "gate"
-    with RunningService(engine.url, redis_url, engine_api="token", max_undelivered_groups=1) as service:
+    with serving_tasks(redis_url, engine.url, engine_api="token", max_undelivered_groups=1) as service:
         connection = StoreConnection(redis_url)
         try:
             world = World(service, redis_url, connection, tmp_path)
@@ -556,19 +558,18 @@ async def test_an_agent_that_asked_again_after_a_failure_is_scored(world: World,
 
 
 async def test_a_service_that_is_away_for_long_uses_up_no_attempt(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is away when the session is to be opened (which it has made all the same), when its calls are looked at, and when its reward is
-    told; each time for longer than requests are repeated."""
+    """It is away when the session is to be opened (which it has opened all the same), when its calls are looked at, and when the verdict is
+    told (which it has heard); each time for longer than requests are repeated."""
     monkeypatch.setattr("rollout.course.LONGEST_PAUSE_SECONDS", 0.05)
     task = await world.submit(a_task(max_attempts=1))
-    away = dict.fromkeys(("create", "list_calls", "reward"), 3)
-    async with Sessions(world.service.url, ADMIN) as sessions:
-        await sessions.create("t.0.1", group_id="t")
+    away = dict.fromkeys(("open", "list_calls", "finish"), 3)
     async with world.node() as node:
         for name in away:
-            monkeypatch.setattr(node._parts.sessions, name, unanswered(getattr(node._parts.sessions, name), away, name))
+            attempts = node._parts.attempts
+            monkeypatch.setattr(attempts, name, unanswered(getattr(attempts, name), away, name))
         (state,) = await world.ended(task)
     assert (state.status, state.attempt, state.failures) == ("completed", 1, ())
-    assert (away["create"], away["list_calls"]) == (0, 0)
+    assert (away["open"], away["list_calls"]) == (0, 0) and away["finish"] < 3
 
 
 async def test_a_rollout_waits_for_its_model_and_uses_up_no_attempt(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -598,6 +599,7 @@ def unanswered(act: Any, away: dict[str, int], name: str) -> Any:
     async def asked(*args: Any, **fields: Any) -> Any:
         if away[name]:
             away[name] -= 1
+            await act(*args, **fields)
             raise NoAnswer(f"{name}: no answer")
         return await act(*args, **fields)
 

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import subprocess
-import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cli import control as token_of
 from cli.control import CommandClient, RequestFailed
-from cli.node import await_admission, await_listing
+from cli.node import await_admission
 from cli.refusal import CommandError
-from contract.attempts import NodeState
-from proxy.store.connection import StoreConnection
-from proxy.store.tasks.work import WorkStore
+from contract.attempts import Failure, FailureRecord, Superseded
+from contract.client import AsyncServiceClient
+from rollout.attempts_client import AttemptsClient
 from rollout.runtimes.local.runtime import LocalKind
-from rollout.sessions import Sessions
 from tests.support.runtimes.rollout_nodes import SECONDS
+from tests.support.runtimes.rollout_stores import ROOM, WELL
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.rollout_service import serving_tasks, submit
 from tests.support.service.running_service import ADMIN, NODE, RunningService, kept
 from tests.support.service.verbatim_process import COMMAND, environment, verbatim, wait_until
+
+PARTS = (("GET", ""), ("DELETE", ""), ("POST", "/reward"), ("POST", "/close"), ("PUT", "/log"), ("GET", "/calls"))
 
 
 def test_a_node_with_a_wrong_token_takes_nothing(redis_server: RedisServer, tmp_path: Path) -> None:
@@ -32,7 +33,7 @@ def test_a_node_with_a_wrong_token_takes_nothing(redis_server: RedisServer, tmp_
     redis_server.flushall()
     with serving_tasks(redis_server.url) as service:
         submit(service, task_id="a", harness="shell")
-        given = ["--redis", redis_server.url, "--url", service.url, "--data-dir", str(tmp_path), "--runtime", "local"]
+        given = ["--url", service.url, "--data-dir", str(tmp_path), "--runtime", "local"]
         variables = {"VERBATIM_ADMIN_TOKEN": "another", "VERBATIM_LOCAL_SANDBOX": "none"}
         done = verbatim("node", *given, timeout_seconds=SECONDS, **variables)
         assert (done.returncode, done.stderr) == (
@@ -59,16 +60,37 @@ async def test_a_node_is_let_in_with_a_token_of_its_own_or_the_admins(
                     await asyncio.to_thread(control.get, path)
 
 
-async def test_a_rollouts_session_is_opened_rewarded_and_closed_with_a_nodes_token(redis_server: RedisServer) -> None:
+async def test_a_nodes_token_opens_no_session_but_those_of_the_rollouts_that_the_node_has(redis_server: RedisServer) -> None:
     redis_server.flushall()
     with serving_tasks(redis_server.url) as service:
-        async with Sessions(service.url, NODE) as sessions:
-            opened = await sessions.create("t.0.1", task_id="t", group_id="t")
-            assert await sessions.list_calls(opened.session_id) == []
-            await sessions.reward(opened.session_id, 1.0)
-            await sessions.close_session(opened.session_id, "completed")
-            assert (await sessions.load(opened.session_id))["reward"] == 1.0
-            assert await sessions.delete(opened.session_id)
+        service.request("POST", "/sessions", json={"session_id": "another's"})
+        submit(service, task_id="t", harness="shell")
+        asked = [("POST", "/sessions"), *((method, "/sessions/another's" + part) for method, part in PARTS)]
+        for method, path in asked:
+            answer = service.request(method, path, NODE, json={})
+            assert answer.status_code == 403, path
+        async with AsyncServiceClient(service.url, NODE) as http:
+            thief, owner = AttemptsClient(http, "thief"), AttemptsClient(http, "owner")
+            taken = await owner.take(ROOM, 30.0, "token-of-it", 0)
+            assert taken is not None
+            await owner.open(taken.attempt, (), "")
+            assert (await owner.load_session(taken.attempt))["status"] == "open" and await owner.list_calls(taken.attempt) == []
+            for forged in (taken.attempt, replace(taken.attempt, attempt=2), replace(taken.attempt, task_id="none")):
+                for act in (
+                    thief.load_session(forged),
+                    thief.list_calls(forged),
+                    thief.store_log(forged, "mine"),
+                    thief.open_judge(forged),
+                    thief.open(forged, (), ""),
+                    thief.report(forged, "ready"),
+                    thief.finish(forged, WELL),
+                    thief.put_back(forged),
+                    thief.give_way(forged),
+                    thief.give_up(forged, FailureRecord(Failure.NODE_FAILED, "")),
+                ):
+                    with pytest.raises(Superseded):
+                        await act
+            assert (await owner.load_session(taken.attempt))["status"] == "open"
 
 
 def test_a_node_says_at_its_start_which_limits_hold(redis_server: RedisServer, tmp_path: Path) -> None:
@@ -76,7 +98,7 @@ def test_a_node_says_at_its_start_which_limits_hold(redis_server: RedisServer, t
     told = f"runtimes of kind local: {LocalKind().describe_limits()}"
     log = tmp_path / "log"
     with serving_tasks(redis_server.url) as service, log.open("w") as written:
-        given = ["--redis", redis_server.url, "--url", service.url, "--data-dir", str(tmp_path / "node"), "--runtime", "local"]
+        given = ["--url", service.url, "--data-dir", str(tmp_path / "node"), "--runtime", "local"]
         variables = environment(
             VERBATIM_ADMIN_TOKEN=ADMIN, VERBATIM_LOCAL_SANDBOX="none", VERBATIM_LOCAL_DIR=str(tmp_path / "r")
         )
@@ -106,8 +128,6 @@ async def test_a_service_that_is_away_is_waited_for(redis_server: RedisServer, c
 def test_a_node_writes_its_log_as_json_where_it_is_told_to(redis_server: RedisServer, tmp_path: Path) -> None:
     log = tmp_path / "log"
     flags = [
-        "--redis",
-        redis_server.url,
         "--url",
         "http://127.0.0.1:9",
         "--data-dir",
@@ -128,23 +148,3 @@ def test_a_node_writes_its_log_as_json_where_it_is_told_to(redis_server: RedisSe
 async def test_what_is_no_service_is_not_waited_for() -> None:
     with pytest.raises(CommandError):
         await await_admission(CommandClient("ftp://127.0.0.1:9", ADMIN))
-
-
-async def test_a_node_that_the_service_does_not_see_says_so_once(
-    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its Redis may be another than the service's: it would wait for tasks for ever."""
-    redis_server.flushall()
-    connection = StoreConnection(redis_server.url)
-    try:
-        with serving_tasks(redis_server.url) as service:
-            looking = asyncio.create_task(await_listing(CommandClient(service.url, ADMIN), "n", patience_seconds=0))
-            async with asyncio.timeout(SECONDS):
-                while "does not list this node" not in caplog.text:
-                    await asyncio.sleep(0.02)
-                state = NodeState("n", {}, ["local"], cpus=1.0, memory_mb=256, lease_seconds=30.0, seen_at=time.time())
-                await WorkStore(connection).beat(state, [], time.time())
-                await looking
-    finally:
-        await connection.close()
-    assert [each.levelno for each in caplog.records if "does not list" in each.getMessage()] == [logging.WARNING]

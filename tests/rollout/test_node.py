@@ -27,7 +27,8 @@ from tests.support.machine import unavailable
 from tests.support.runtimes.rollout_nodes import ASK, World, a_task
 from tests.support.runtimes.runtime_places import no_sandbox
 from tests.support.service.redis_server import running_redis
-from tests.support.service.running_service import TRAINER, RunningService
+from tests.support.service.rollout_service import serving_tasks
+from tests.support.service.running_service import TRAINER
 
 SLEEP = "sleep 600"
 
@@ -278,7 +279,7 @@ async def test_nodes_of_one_name_that_serve_two_services_leave_each_others_runti
     """The later one ended what the first had running; where it did not, rollouts of one name had one control group, and so none began."""
     gate = world.folder / "gate"
     ask = f"{ASK}\nuntil test -e {gate}; do sleep 0.1; done"
-    with running_redis() as redis, RunningService(engine.url, redis.url, engine_api="token") as service:
+    with running_redis() as redis, serving_tasks(redis.url, engine.url, engine_api="token") as service:
         connection = StoreConnection(redis.url)
         try:
             other = World(service, redis.url, connection, world.folder)

@@ -164,8 +164,8 @@ async def test_a_frozen_model_of_the_pool_judges_what_the_policy_did(
     scored = EvaluatorSpec("llm_judge", {"rubric": "Is it a greeting?", "model": "judge", "files": ["said.txt"]})
     with ScriptedEngine("qwen3", model="large", max_model_len=4096) as judge:
         judge.script = lambda generation, index: Say('It is one. {"reason": "well met", "score": 7.5}')
-        with RunningService(
-            [engine.url, f"judge={judge.url}"], redis_url, engine_api="token", frozen_models=["judge"]
+        with serving_tasks(
+            redis_url, [engine.url, f"judge={judge.url}"], engine_api="token", frozen_models=["judge"]
         ) as service:
             connection = StoreConnection(redis_url)
             try:
@@ -255,8 +255,6 @@ async def test_a_node_that_is_told_to_end_takes_nothing_more_and_lets_what_runs_
     elsewhere = await world.submit(a_task("elsewhere", labels={"zone": "b"}, priority=90))
     running = await world.submit(a_task("running", instruction=ask, labels={"zone": "a", "disk": "fast"}))
     place = [
-        "--redis",
-        world.redis_url,
         "--url",
         task_service.url,
         "--data-dir",

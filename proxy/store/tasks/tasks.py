@@ -85,7 +85,7 @@ class TaskStore:
         found: list[RolloutState] = []
         for start in range(0, int(number), LOADED_AT_ONCE):
             indices = range(start, min(start + LOADED_AT_ONCE, int(number)))
-            states = await asyncio.gather(*(self._load_rollout(task_id, index) for index in indices))
+            states = await asyncio.gather(*(self.load_rollout(task_id, index) for index in indices))
             found += [state for state in states if state]
         return found
 
@@ -97,7 +97,7 @@ class TaskStore:
             before = "+inf" if cursor is None else f"({cursor}"
             command = ("ZREVRANGEBYSCORE", keys.LISTING, before, "-inf", "WITHSCORES", "LIMIT", 0, LOADED_AT_ONCE)
             flat = await self._redis.execute(*command)
-            states = await asyncio.gather(*(self._load_outline(task_id.decode()) for task_id in flat[::2]))
+            states = await asyncio.gather(*(self.load_outline(task_id.decode()) for task_id in flat[::2]))
             for place, state in zip(flat[1::2], states, strict=True):
                 cursor = place.decode()
                 if state is not None and status in (None, state.status):
@@ -175,7 +175,7 @@ class TaskStore:
     async def claim_callbacks(self, limit: int, now: float) -> Sequence[TaskState]:
         """Ended tasks whose callback is due. Claims them for `CLAIM_SECONDS`."""
         due = await self._claim_due("callbacks", limit, now)
-        return [state for state in await asyncio.gather(*(self._load_outline(task_id) for task_id in due)) if state]
+        return [state for state in await asyncio.gather(*(self.load_outline(task_id) for task_id in due)) if state]
 
     async def record_callback(
         self, task_id: str, now: float, *, error: str | None = None, next_try_at: float | None = None
@@ -195,7 +195,7 @@ class TaskStore:
         found = []
         for member in await self._claim_due("closing", limit, now):
             task_id, _, index = member.partition(":")
-            listed, state = await asyncio.gather(self._load_outline(task_id), self._load_rollout(task_id, int(index)))
+            listed, state = await asyncio.gather(self.load_outline(task_id), self.load_rollout(task_id, int(index)))
             if listed is not None and state is not None:
                 found.append((listed.task, state))
         return found
@@ -217,12 +217,14 @@ class TaskStore:
             raise NotFound(f"there is no task {task_id}")
         return bytes(ended_at) if ended_at is not None else None
 
-    async def _load_outline(self, task_id: str) -> TaskState | None:
+    async def load_outline(self, task_id: str) -> TaskState | None:
+        """The task without the content of its uploads; None: there is none."""
         values = await self._redis.execute("HMGET", keys.task(task_id), *LISTED)
         fields = {name: value for name, value in zip(LISTED, values, strict=True) if value is not None}
         return parse_task(fields) if fields else None
 
-    async def _load_rollout(self, task_id: str, index: int) -> RolloutState | None:
+    async def load_rollout(self, task_id: str, index: int) -> RolloutState | None:
+        """None: there is none."""
         fields = parse_hash(await self._redis.execute("HGETALL", keys.rollout(task_id, index)))
         return parse_rollout(task_id, index, fields) if fields else None
 

@@ -34,18 +34,20 @@ class WorkStore:
     Every step carries the name of the node that took the rollout: if Redis lost its last second and gave the same attempt to another
     node, this node's steps are refused."""
 
-    def __init__(self, connection: StoreConnection) -> None:
+    def __init__(self, connection: StoreConnection, node: str = "") -> None:
+        """`node` took what the steps are about; `take` sets it."""
         self._redis = connection
         self._clock = RedisClock(connection, keys.ARRIVALS)
-        self._node = ""
+        self._node = node
         self._arrival: str | None = None
 
     async def now(self) -> float:
         return await self._clock.now()
 
-    async def take(self, node: str, room: Room, lease_seconds: float, now: float) -> TakenRollout | None:
+    async def take(self, node: str, room: Room, lease_seconds: float, now: float, token: str = "") -> TakenRollout | None:
         """The waiting rollout of the greatest priority that the node has room for, or one whose node was lost: silent for `lease_seconds`
-        and for its own lease. None when there is none. Lost rollouts out of attempts, or whose task fails lost nodes, are ended."""
+        and for its own lease. None when there is none. Lost rollouts out of attempts, or whose task fails lost nodes, are ended.
+        `token`: of this request; repeated with it, it gives the same rollout as long as the node has that one."""
         self._node = node
         wanted = {
             "labels": dict(room.labels),
@@ -53,12 +55,12 @@ class WorkStore:
             "cpus": room.cpus,
             "memory_mb": room.memory_mb,
         }
-        return await self._take(node, json.dumps(wanted), lease_seconds, now)
+        return await self._take(node, json.dumps(wanted), lease_seconds, now, token)
 
     async def recover(self, server: str, silent_seconds: float, now: float) -> TakenRollout | None:
         """A rollout with a verdict that no node took over within `silent_seconds` of its node's last beat, to be finished here. Ends those
         out of attempts, or whose task fails lost nodes; the others keep waiting for a node."""
-        return await self._take(server, "", silent_seconds, now)
+        return await self._take(server, "", silent_seconds, now, "")
 
     async def wait(self, seconds: float) -> None:
         """Returns when there may be a rollout to take, after `seconds` at the latest."""
@@ -127,9 +129,9 @@ class WorkStore:
         """The node has ended and holds nothing."""
         await self._run("leave", node)
 
-    async def _take(self, node: str, room: str, lease_seconds: float, now: float) -> TakenRollout | None:
+    async def _take(self, node: str, room: str, lease_seconds: float, now: float, token: str) -> TakenRollout | None:
         lease = max(1, int(lease_seconds * 1000))
-        taken = await self._run("take", node, room, lease, repr(now), uuid.uuid4().hex, durable=True)
+        taken = await self._run("take", node, room, lease, repr(now), token or uuid.uuid4().hex, durable=True)
         if taken is None:
             return None
         task_id, index, attempt = taken[0].decode(), int(taken[1]), int(taken[2])

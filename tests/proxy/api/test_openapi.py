@@ -112,8 +112,8 @@ class Walk:
         self._service = service
         self.seen: set[tuple[str, str, int]] = set()
 
-    def __call__(self, method: str, path: str, status: int, body: Any = None, **names: str) -> Any:
-        url = path
+    def __call__(self, method: str, path: str, status: int, body: Any = None, *, query: str = "", **names: str) -> Any:
+        url = path + query
         for name, value in names.items():
             url = url.replace(f"{{{name}}}", value)
         answer = self._service.request(method.upper(), url, **({} if body is None else {"json": body}))
@@ -203,6 +203,7 @@ def test_each_documented_answer_is_given_and_is_as_documented(running: RunningSe
     walk("delete", "/tasks/{task_id}", 200, task_id="t")
     walk("get", "/tasks/{task_id}/rollouts", 200, task_id="t")
     after_the_end(running, walk)
+    walk_attempts(running, walk)
 
     part = running.request("GET", "/sessions/walked/records").content
     restored = httpx.post(
@@ -228,6 +229,30 @@ def kill(service: RunningService) -> str:
         member.close(status, reward=1.0)
     letter: str = service.request("GET", "/batches/dead").json()["dead_letters"][0]["letter_id"]
     return letter
+
+
+def walk_attempts(service: RunningService, walk: Walk) -> None:
+    """As a node that takes two rollouts, of which it finishes one and puts the other back."""
+    walk("post", "/tasks", 201, {"task_id": "taken", "instruction": "Do.", "harness": "pi", "num_samples": 2})
+    room = {"labels": {}, "runtimes": ["local"], "cpus": 4.0, "memory_mb": 8192}
+    wanted = {"node": "n", "room": room, "lease_seconds": 30.0}
+    for token in ("token-one", "token-two"):
+        assert service.request("POST", "/attempts/take", json={**wanted, "token": token}).status_code == 200
+    walk("post", "/attempts/take", 204, {**wanted, "token": "token-three"})
+    first, second = ({"task_id": "taken", "index": index, "attempt": "1"} for index in ("0", "1"))
+    walk("post", "/attempts/extend", 200, {"state": {"name": "n", **room}, "held": [{**first, "index": 0, "attempt": 1}]})
+    at = "/attempts/{task_id}/{index}/{attempt}"
+    walk("post", f"{at}/report", 204, {"node": "n", "status": "ready"}, **first)
+    walk("post", f"{at}/report", 200, {"node": "n", "status": "running"}, **first)
+    walk("put", f"{at}/log", 204, {"text": "done"}, query="?node=n", **first)
+    walk("get", f"{at}/session", 200, query="?node=n", **first)
+    walk("get", f"{at}/calls", 200, query="?node=n", **first)
+    judge = walk("post", f"{at}/judges", 201, query="?node=n", **first)["session_id"]
+    walk("post", f"{at}/judges/{{session_id}}/close", 204, query="?node=n", session_id=judge, **first)
+    walk("post", f"{at}/finish", 204, {"node": "n", "verdict": {"status": "failed"}}, **first)
+    walk("post", f"{at}/release", 200, {"node": "n", "why": "put_back"}, **second)
+    walk("post", "/attempts/leave", 204, {"node": "n"})
+    service.request("DELETE", "/tasks/taken")
 
 
 def after_the_end(service: RunningService, walk: Walk) -> None:

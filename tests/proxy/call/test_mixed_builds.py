@@ -15,7 +15,7 @@ from proxy.store.states import FEATURES, SessionInfo
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
-from tests.support.service.verbatim_process import NODE, verbatim
+from tests.support.service.verbatim_process import verbatim
 
 ASKS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("v1/chat/completions", {"model": "policy", "messages": [{"role": "user", "content": "q"}]}),
@@ -94,8 +94,4 @@ def test_a_store_that_a_newer_build_has_served_is_refused_at_the_start(redis_ser
         assert done.returncode == 2
         assert f"it asks for level {LEVEL + 1} and this build has {LEVEL}" in done.stderr and "Traceback" not in done.stderr
         assert client.get(keys.LEVEL) == str(LEVEL + 1).encode()
-        # A node takes rollouts of the same store.
-        node = ("--redis", redis_server.url, "--url", "http://127.0.0.1:9", "--data-dir", str(tmp_path / "node"))
-        done = verbatim("node", *node, VERBATIM_NODE_TOKEN=NODE)
-        assert done.returncode == 2 and f"it asks for level {LEVEL + 1}" in done.stderr, done.stderr
         client.delete(keys.LEVEL)

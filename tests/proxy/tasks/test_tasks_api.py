@@ -16,17 +16,17 @@ import httpx
 import pytest
 
 from contract.attempts import AttemptId, Verdict
+from contract.client import AsyncServiceClient
 from proxy.store.connection import StoreConnection
 from proxy.store.sessions import SessionStore
 from proxy.store.tasks.tasks import TaskStore
 from proxy.tasks.sweeper import LONGEST_PAUSE_SECONDS, MOST_TRIES, draw_pause_seconds
-from rollout.course import close_member, open_member
-from rollout.sessions import OpenSession, Sessions
+from rollout.attempts_client import AttemptsClient, OpenSession
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.runtimes.rollout_stores import WELL, Stores
 from tests.support.service.redis_server import RedisServer, running_redis
 from tests.support.service.rollout_service import BODY, read_events, serving_tasks, submit
-from tests.support.service.running_service import ADMIN, TRAINER, RunningService, wait_until
+from tests.support.service.running_service import ADMIN, NODE, TRAINER, RunningService, wait_until
 from tests.support.service.scripted_service import Answer, ScriptedService, json_answer, serving
 
 SECONDS = 120.0
@@ -55,6 +55,13 @@ async def at(redis_server: RedisServer) -> AsyncIterator[Stores]:
         yield Stores(connection, TaskStore(connection))
     finally:
         await wire.close()
+
+
+@asynccontextmanager
+async def attempts_of(service: RunningService, node: str) -> AsyncIterator[AttemptsClient]:
+    """The service as that node asks it."""
+    async with AsyncServiceClient(service.url, NODE) as http:
+        yield AttemptsClient(http, node)
 
 
 def get(service: RunningService, path: str, code: int = 200) -> dict[str, Any]:
@@ -175,13 +182,14 @@ async def test_cancelling_closes_the_sessions_and_wins_over_a_late_result(
 ) -> None:
     """Of three rollouts one has closed its session well but was not finished yet, one runs, one has not begun."""
     submit(service, task_id="late", num_samples=3, priority=100)
-    async with at(redis_server) as stores, Sessions(service.url, ADMIN) as sessions:
+    async with at(redis_server) as stores, attempts_of(service, "a") as attempts:
         node = stores.node("a")
         late, running = await node.must_take(), await node.must_take()
         for taken in (late, running):
-            await open_member(sessions, taken.task, taken.attempt.index, taken.attempt.session_id)
+            await attempts.open(taken.attempt, (), "")
         await node.work.conclude(late.attempt, WELL, time.time())
-        await close_member(sessions, late.task, 0, late.attempt.session_id, WELL)
+        closed = {"status": WELL.status, "reward": WELL.reward}
+        assert service.request("POST", "/sessions/late.0.1/close", json=closed).status_code == 200
         cancelled = service.request("DELETE", "/tasks/late").json()
         assert (cancelled["status"], cancelled["cancelled_now"]) == ("cancelled", [0, 1, 2])
     for session_id in ("late.0.1", "late.1.1", "late.2.0"):
@@ -202,10 +210,10 @@ async def test_the_sweeper_is_let_in_whatever_the_tokens_are(
     rule = {"open": True} if kind == "open" else {"admin_token": {"file": tmp_path / "tokens"}}
     with serving_tasks(redis_server.url, **{"admin_token": None, "trainer_token": None, **rule}) as running:
         submit(running, task_id="t")
-        async with at(redis_server) as stores, Sessions(running.url, ADMIN) as sessions:
+        async with at(redis_server) as stores, attempts_of(running, "a") as attempts:
             node = stores.node("a")
             taken = await node.must_take()
-            await open_member(sessions, taken.task, 0, taken.attempt.session_id)
+            await attempts.open(taken.attempt, (), "")
             await node.work.advance(taken.attempt, "running", time.time(), {"session_id": taken.attempt.session_id})
             await stores.tasks.cancel("t", time.time())
         await asyncio.to_thread(wait_until, lambda: status_of(running, "t.0.1") == "cancelled", SECONDS, "it is closed")
@@ -222,10 +230,10 @@ async def test_a_tasks_echo_policy_is_that_of_its_sessions(redis_server: RedisSe
     with serving_tasks(redis_server.url, echo_policy="minted") as running:
         for task_id, said in (("own", {"echo_policy": "strict"}), ("services", {})):
             assert submit(running, task_id=task_id, **said)["task"]["echo_policy"] == said.get("echo_policy")
-        async with at(redis_server) as stores, Sessions(running.url, ADMIN) as sessions:
+        async with at(redis_server) as stores, attempts_of(running, "a") as attempts:
             for _ in range(2):
                 taken = await stores.node("a").must_take()
-                await open_member(sessions, taken.task, 0, taken.attempt.session_id)
+                await attempts.open(taken.attempt, (), "")
         shown = {name: running.request("GET", f"/sessions/{name}.0.1").json()["echo_policy"] for name in ("own", "services")}
         assert shown == {"own": "strict", "services": "minted"}
         refused = running.request("POST", "/tasks", json={"instruction": "x", "harness": "pi", "echo_policy": "loose"})
@@ -241,10 +249,10 @@ async def test_a_tasks_budgets_and_share_of_quarantine_are_those_of_its_sessions
         shown = submit(running, task_id="own", budgets={"agent_seconds": 60, **spending}, group=group)["task"]
         assert spending.items() <= shown["budgets"].items() and shown["group"]["max_quarantined_share"] == 0.25
         submit(running, task_id="none")
-        async with at(redis_server) as stores, Sessions(running.url, ADMIN) as sessions:
+        async with at(redis_server) as stores, attempts_of(running, "a") as attempts:
             for _ in range(2):
                 taken = await stores.node("a").must_take()
-                await open_member(sessions, taken.task, 0, taken.attempt.session_id)
+                await attempts.open(taken.attempt, (), "")
         own, none = (running.request("GET", f"/sessions/{task}.0.1").json() for task in ("own", "none"))
         assert {name: own[name] for name in spending} == spending
         assert {name: none[name] for name in spending} == dict.fromkeys(spending)
@@ -267,15 +275,13 @@ async def test_a_task_that_is_stopped_early_gives_a_trainer_the_samples_it_wante
             "zero_variance": None,
             "max_quarantined_share": None,
         }
-        async with at(redis_server) as stores, Sessions(running.url, ADMIN) as sessions:
+        async with at(redis_server) as stores, attempts_of(running, "a") as attempts:
             node = stores.node("a")
             taken = [await node.must_take() for _ in range(3)]
-            opened = [await open_member(sessions, each.task, each.attempt.index, each.attempt.session_id) for each in taken]
+            opened = [await attempts.open(each.attempt, (), "") for each in taken]
             for each, session in zip(taken[:2], opened[:2], strict=True):
                 await asyncio.to_thread(one_call, session)
-                await node.work.conclude(each.attempt, WELL, time.time())
-                await close_member(sessions, each.task, each.attempt.index, each.attempt.session_id, WELL)
-                await node.work.finish(each.attempt, time.time())
+                await attempts.finish(each.attempt, WELL)
         assert get(running, "/tasks/early")["status"] == "completed"
         lease = await asyncio.to_thread(leased, running)
         (group,) = lease["groups"]
@@ -307,9 +313,9 @@ async def test_sessions_of_attempts_that_lost_their_node_are_deleted(
     service: RunningService, redis_server: RedisServer
 ) -> None:
     submit(service, task_id="lost", priority=100)
-    async with at(redis_server) as stores, Sessions(service.url, ADMIN) as sessions:
+    async with at(redis_server) as stores, attempts_of(service, "a") as attempts:
         first = await stores.node("a").must_take()
-        await open_member(sessions, first.task, 0, first.attempt.session_id)
+        await attempts.open(first.attempt, (), "")
         await asyncio.sleep(0.01)
         second = await stores.node("b").must_take(0.001)
         assert second.attempt.attempt == 2
@@ -370,11 +376,12 @@ async def test_a_server_ends_what_a_lost_node_had_concluded(redis_server: RedisS
     monkeypatch.setenv("VERBATIM_LOST_NODE_SECONDS", "0.01")
     monkeypatch.setenv("VERBATIM_TASK_SWEEP_SECONDS", "0.05")
     with serving_tasks(redis_server.url) as running:
-        async with at(redis_server) as stores, Sessions(running.url, ADMIN) as sessions:
-            task = await stores.submit("left")
+        async with at(redis_server) as stores:
+            await stores.submit("left")
             node = stores.node("a")
             # Made before the rollout is taken: from then on a server may take the node for lost at any moment.
-            await open_member(sessions, task, 0, "left.0.1")
+            made = {"session_id": "left.0.1", "group_id": "left", "task_id": "left"}
+            assert running.request("POST", "/sessions", json=made).status_code == 201
             attempt = (await node.must_take()).attempt
             await node.work.conclude(attempt, Verdict("completed", reward=0.5, feedback="half"), time.time())
         await asyncio.to_thread(wait_until, lambda: get(running, "/tasks/left")["status"] == "completed", SECONDS, "it ended")

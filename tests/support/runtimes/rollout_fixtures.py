@@ -10,17 +10,21 @@ import pytest
 from proxy.store.connection import StoreConnection
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.runtimes.rollout_nodes import World
-from tests.support.service.running_service import RunningService
+from tests.support.service.rollout_service import serving_tasks
 
 
 @pytest.fixture
 async def world(
     engine: ScriptedEngine, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[World]:
-    """Its nodes look for work, and try again what failed, ten times as often as they would."""
+    """Its nodes try again what failed ten times as often as they would. Its service has had its store for long: it takes a silent node for
+    lost at once, and leaves what it had to the other nodes."""
     monkeypatch.setattr("rollout.node.LOOK_SECONDS", 0.2)
+    monkeypatch.setattr("proxy.tasks.takes.LOOK_SECONDS", 0.2)
+    monkeypatch.setattr("proxy.tasks.takes.Takes.may_recover", lambda self, seconds: True)
+    monkeypatch.setenv("VERBATIM_LOST_NODE_SECONDS", "1000000")
     monkeypatch.setattr("rollout.steps.RETRY_SECONDS", 0.1)
-    with RunningService(engine.url, redis_url, engine_api="token") as service:
+    with serving_tasks(redis_url, engine.url, engine_api="token") as service:
         connection = StoreConnection(redis_url)
         try:
             yield World(service, redis_url, connection, tmp_path)

@@ -11,23 +11,24 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from cli.stored_work import StoredWork
 from contract.attempts import ENDED, AttemptId, RolloutState
+from contract.client import AsyncServiceClient
 from contract.tasks import Budgets, EvaluatorSpec, HarnessSpec, RuntimeSpec, Task
 from proxy.store.connection import StoreConnection
 from proxy.store.tasks import keys
 from proxy.store.tasks.tasks import TaskStore
 from rollout.attempts import node_prefix
+from rollout.attempts_client import AttemptsClient
 from rollout.harnesses.catalogue import find_definition
+from rollout.judge import Judge
 from rollout.logs import AttemptLogs
 from rollout.node import NodeSettings, RolloutNode
 from rollout.runtimes.base import ProxyAddress, Runtime, RuntimeKind
 from rollout.runtimes.local.runtime import LocalKind
 from rollout.runtimes.settings import SYSTEM_PATH, RuntimeSettings
-from rollout.sessions import Judge, Sessions
 from rollout.stages import Capacity, Slots, Stages
 from rollout.steps import HarnessRun, NodeContext
-from tests.support.service.running_service import ADMIN, RunningService
+from tests.support.service.running_service import NODE, RunningService
 
 SECONDS = 120.0
 """What anything here may take that is to happen."""
@@ -142,18 +143,16 @@ class World:
         """A node that takes rollouts as long as the block lasts; then it is drained, at once. `kinds` of runtimes beside the local one."""
         given = NodeSettings(**{"labels": labels or {}, "cpus": 64.0, "memory_mb": 1 << 20, "lease_seconds": 30.0, **settings})
         async with AsyncExitStack() as stack:
-            connection = StoreConnection(self.redis_url)
-            stack.push_async_callback(connection.close)
-            sessions = await stack.enter_async_context(Sessions(self.service.url, ADMIN))
+            http = await stack.enter_async_context(AsyncServiceClient(self.service.url, NODE))
+            attempts = AttemptsClient(http, name)
             kind = LocalKind(RuntimeSettings(local_dir=self.folder / "runtimes", local_path=SYSTEM_PATH))
             parts = NodeContext(
                 name=name,
                 prefix=node_prefix(name, self.service.url),
                 url=self.service.url,
                 proxy=ProxyAddress("127.0.0.1", urlsplit(self.service.url).port or 0),
-                work=StoredWork(connection),
-                sessions=sessions,
-                judge=Judge(sessions, self.service.url),
+                attempts=attempts,
+                judge=Judge(attempts, self.service.url),
                 stages=Stages(slots or Slots(), Capacity(given.cpus, given.memory_mb)),
                 kinds={"local": kind, **(kinds or {})},
                 logs=self.folder / "logs",

@@ -35,7 +35,7 @@ BODY: dict[str, Any] = {"instruction": "Fix the bug.", "harness": "pi"}
 
 
 @contextmanager
-def serving_tasks(redis_url: str, engine: str = "http://127.0.0.1:9", **settings: Any) -> Iterator[RunningService]:
+def serving_tasks(redis_url: str, engine: str | list[str] = "http://127.0.0.1:9", **settings: Any) -> Iterator[RunningService]:
     settings = {"engine_api": "chat", "keepalive_seconds": 0.2, **settings}
     with RunningService(engine, redis_url, adding=[partial(add_rollouts, KNOWN)], **settings) as service:
         yield service
