@@ -17,7 +17,7 @@ from proxy.store import keys
 from proxy.store.connection import Argument, Script, StoreConnection
 from proxy.store.keys import pack, pack_versioned, parse_hash
 from proxy.store.sessions import SessionStore, digest
-from proxy.store.states import Intent, SessionInfo, SessionListing, SessionState
+from proxy.store.states import Intent, SessionInfo, SessionListing, SessionState, pack_info
 
 _spell = msgspec.msgpack.Encoder(order="deterministic").encode
 """Equal for what is equal, also for metadata with a NaN, which Python's own comparison takes for another one."""
@@ -120,7 +120,7 @@ def _fields(state: SessionState, leased_at: float | None) -> list[Argument]:
 
 
 def _pack(info: SessionInfo) -> bytes:
-    return pack_versioned(_strip(info))
+    return pack_info(_strip(info))
 
 
 def _strip(info: SessionInfo) -> SessionInfo:

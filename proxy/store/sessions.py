@@ -20,7 +20,7 @@ from proxy.errors import Conflict, NotFound, StoreUnavailable
 from proxy.store import keys
 from proxy.store.connection import Argument, Script, StoreConnection
 from proxy.store.keys import SCHEMA, pack, pack_versioned, parse_hash, unpack, unpack_versioned
-from proxy.store.states import NO_SHARE, Intent, SessionInfo, SessionListing, SessionState, Share, parse_state
+from proxy.store.states import NO_SHARE, Intent, SessionInfo, SessionListing, SessionState, Share, pack_info, parse_state
 
 _REFERENCE = b"\xc1"
 _RESERVED = re.compile(rb"\A\d+ \d+ \d+\n")
@@ -76,7 +76,7 @@ class SessionStore:
         # The listing first: an unlisted session could never be found again, a listed one that does not exist is skipped.
         unclosed = self._redis.execute("ZADD", keys.UNCLOSED, repr(info.created_at), info.session_id)
         await asyncio.gather(self._listing.add(info), unclosed)
-        if await self._run("create", _state_and_calls(info.session_id), (pack_versioned(info), repr(info.created_at))):
+        if await self._run("create", _state_and_calls(info.session_id), (pack_info(info), repr(info.created_at))):
             return True
         other = await self.load(info.session_id)
         if other is None or other.info.created_at != info.created_at:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 from contract.sessions import LastEvents, OpeningFields, SessionProgress, SessionStatus, SettledFields, Unserved
 from proxy.errors import Unavailable
 from proxy.store import keys
 from proxy.store.connection import StoreConnection
-from proxy.store.keys import unpack, unpack_versioned
+from proxy.store.keys import pack_versioned, unpack, unpack_versioned
 
 LOADED_AT_ONCE = 32
 LOOKED_AT = 2048
@@ -54,6 +54,12 @@ class SessionInfo(SettledFields, OpeningFields):
     @property
     def has_budget(self) -> bool:
         return not (self.max_calls is self.max_completion_tokens is self.max_total_tokens is None)
+
+
+def pack_info(info: SessionInfo) -> bytes:
+    """Without what is empty: each process that serves the session loads it, and most sessions set few fields."""
+    given = {each.name: getattr(info, each.name) for each in fields(info)}
+    return pack_versioned({name: value for name, value in given.items() if value not in (None, (), {})})
 
 
 @dataclass(frozen=True, slots=True)
