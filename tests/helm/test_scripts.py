@@ -20,7 +20,7 @@ from proxy.store.tasks.work import WorkStore
 from tests.support.documents.helm_chart import CHART, container, pod_of, the
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.rollout_service import serving_tasks
-from tests.support.service.running_service import NODE, RunningService
+from tests.support.service.running_service import ADMIN, NODE, RunningService
 from tests.support.service.verbatim_process import wait_until
 
 FILES = CHART / "files"
@@ -37,13 +37,13 @@ def test_the_test_pod_opens_uses_and_deletes_a_session(redis_url: str) -> None:
     with ScriptedEngine() as engine, serving_tasks(redis_url, engine.url, engine_api="token") as service:
         wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 60, "ready")
         # A Secret made from a file ends in a line end.
-        token = f"{NODE}\n"
-        done = script("test_service.py", VERBATIM_URL=service.url, VERBATIM_HARNESS_URL=service.url, VERBATIM_NODE_TOKEN=token)
+        token = f"# of the operator\n{ADMIN}\n"
+        done = script("test_service.py", VERBATIM_URL=service.url, VERBATIM_HARNESS_URL=service.url, VERBATIM_ADMIN_TOKEN=token)
         assert done.returncode == 0, done.stderr
         assert "GET /readyz: 200" in done.stdout and "serves " in done.stdout
         assert service.request("GET", "/sessions").json()["sessions"] == []
         done = script(
-            "test_service.py", VERBATIM_URL=service.url, VERBATIM_HARNESS_URL=service.url, VERBATIM_NODE_TOKEN="another"
+            "test_service.py", VERBATIM_URL=service.url, VERBATIM_HARNESS_URL=service.url, VERBATIM_ADMIN_TOKEN="another"
         )
         assert done.returncode == 1 and "401" in done.stderr
 

@@ -23,7 +23,9 @@ def ask(method: str, path: str, token: str = "", body: dict | None = None) -> di
 
 def main() -> None:
     """Raises what is wrong."""
-    token = os.environ["VERBATIM_NODE_TOKEN"].strip()
+    # The Secret has the admin's tokens as the service reads them: one a line.
+    lines = (line.strip() for line in os.environ["VERBATIM_ADMIN_TOKEN"].splitlines())
+    token = next((line for line in lines if line and not line.startswith("#")), "")
     ask("GET", "/healthz")
     ask("GET", "/readyz")
     session = ask("POST", "/sessions", token, {"metadata": {"opened_by": "helm test"}})
