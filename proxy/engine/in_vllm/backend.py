@@ -510,11 +510,11 @@ class VerbatimWorker:
 
     def verbatim_check(self, path: str) -> dict[str, Any]:
         """`error`: why the checkpoint at `path` cannot be loaded, None if it can. Safe while requests run."""
-        return self._answer(lambda engine: _error_of(engine.checked, path))
+        return self._answer(lambda engine: _error_of(engine.check_checkpoint, path))
 
     def verbatim_check_transfer(self, transfer: dict[str, Any]) -> dict[str, Any]:
         """`error`: why the trainer's parameters cannot be received, None if they can. Safe while requests run."""
-        return self._answer(lambda engine: _error_of(engine.checked_transfer, transfer))
+        return self._answer(lambda engine: _error_of(engine.check_transfer, transfer))
 
     def _answer(self, ask: Callable[[VerbatimEngine], dict[str, Any]]) -> dict[str, Any]:
         engine = self.weight_transfer_engine  # type: ignore[attr-defined]
