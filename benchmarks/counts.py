@@ -12,15 +12,19 @@ a process can only add to it. `benchmarks/counting.py` says what is counted.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import uvloop
 
@@ -29,6 +33,7 @@ from benchmarks.counting import Instructions, Peak, RedisMeter
 from benchmarks.processes import ROOT, redis_server
 from benchmarks.reconstruction import CONTEXT, Shape, records
 from benchmarks.sessions import TOOLS, recorded
+from proxy.engine.wire.channels import Channel
 from reconstruct.accounting import account, settle
 from reconstruct.builders import merged
 from reconstruct.codec import decode
@@ -39,6 +44,8 @@ GROWTH = 0.15
 ROUNDS = 4
 TURNS = 10
 SAMPLED = 128
+EVENTS_A_READ = 8
+_LONGEST_HEAD = 1024
 _READ_AT_ONCE = 16 * 1024
 LIBRARIES = ("aiohttp", "hiredis", "msgspec", "numpy", "redis", "uvloop")
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -55,8 +62,8 @@ QUESTION = "Find alpha, and say which of the other keys it is made of."
 class Case:
     """A call at `path` below a session of the service that takes `api` to its engine, after `before` calls of the same session.
 
-    `streamed`: its answer comes in as many pieces as the network makes of it, and takes long enough for the rest of the process to
-    talk to Redis; then only what does not depend on that is counted."""
+    `streamed`: its answer takes long enough for the rest of the process to talk to Redis; then only what does not depend on that is
+    counted."""
 
     name: str
     api: str
@@ -171,6 +178,32 @@ CASES = (
 SESSION = Shape("50 calls deep", 50, 800, 200, lambda number: number - 1 if number else None)
 
 
+@contextmanager
+def steady_reads() -> Iterator[None]:
+    """An answer that an engine streams comes in reads of `EVENTS_A_READ`, each in a turn of the loop of its own, whatever the network
+    makes of it: a busy machine would count more of them, or fewer."""
+    receive, held = Channel.data_received, dict[Channel, bytes]()
+
+    def hold(channel: Channel, data: bytes) -> None:
+        whole = held.pop(channel, b"") + data
+        if b"text/event-stream" not in whole[:_LONGEST_HEAD]:
+            receive(channel, whole)
+        elif whole.endswith(b"\r\n0\r\n\r\n"):
+            events = whole.split(b"\n\n")
+            ends = [*range(0, len(events), EVENTS_A_READ), len(events)]
+            feed(channel, [b"\n\n".join(events[start:end]) + b"\n\n" * (end < len(events)) for start, end in pairwise(ends)])
+        else:
+            held[channel] = whole
+
+    def feed(channel: Channel, reads: Sequence[bytes]) -> None:
+        receive(channel, reads[0])
+        if len(reads) > 1:
+            asyncio.get_running_loop().call_soon(feed, channel, reads[1:])
+
+    with patch.object(Channel, "data_received", hold):
+        yield
+
+
 async def prepared(app: Application, case: Case) -> tuple[str, str, dict[str, Any]]:
     """(session id, key, body): a session in which the case's call is the next. The connection to the engine was used just now: on a slow
     machine it could else be closed as idle, and a call would count what connecting takes."""
@@ -187,7 +220,7 @@ async def prepared(app: Application, case: Case) -> tuple[str, str, dict[str, An
 async def entered(cases: Sequence[Case]) -> dict[str, Counter[str]]:
     """By case and file, how many of the file's functions a call enters."""
     found = {}
-    with scripted_engine(SAMPLED) as engine_url, redis_server() as redis_port:
+    with scripted_engine(SAMPLED) as engine_url, redis_server() as redis_port, steady_reads():
         for case in cases:
             async with application(engine_url, redis_port, case.api) as app:
                 instructions = Instructions()
@@ -256,7 +289,7 @@ def reconstructed() -> Counts:
 
 
 async def counted_cases(cases: Sequence[Case]) -> Figures:
-    with scripted_engine(SAMPLED) as engine_url, redis_server() as redis_port:
+    with scripted_engine(SAMPLED) as engine_url, redis_server() as redis_port, steady_reads():
         async with application(engine_url, redis_port, "token") as token, application(engine_url, redis_port, "chat") as chat:
             apps = {"token": token, "chat": chat}
             rounds = []
