@@ -87,16 +87,18 @@ class Takes:
         waiting = self._waiting.setdefault(kind, {})
         waiting[turn] = None
         try:
-            while True:
+            # Whoever is gone is handed nothing: it would have to be put back.
+            while not gone.done() and not self._stopping.is_set():
                 turn.clear()
                 taken = await self._look(node, room, lease_seconds, token)
                 if taken is not None:
                     self._wake(kind)
                     return taken
-                if gone.done() or self._stopping.is_set() or (left := deadline - loop.time()) <= 0:
+                if (left := deadline - loop.time()) <= 0:
                     return None
                 with suppress(TimeoutError):
                     await asyncio.wait_for(turn.wait(), left)
+            return None
         finally:
             del waiting[turn]
             if not waiting and self._waiting.get(kind) is waiting:

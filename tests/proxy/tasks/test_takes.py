@@ -65,6 +65,26 @@ async def test_each_of_many_waiting_nodes_gets_one_of_what_arrives(stores: Store
     assert {each.attempt.index for each in taken if each is not None} == set(range(20))
 
 
+async def test_a_caller_that_has_gone_is_handed_nothing(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old bug: its leaving woke it, it looked once more, and what it was handed had to be put back: the rollout's next attempt."""
+    takes, leaves, looked = Takes(stores.connection, asyncio.Event()), asyncio.Event(), asyncio.Event()
+    look = takes._look
+
+    async def noted(*asked: Any) -> TakenRollout | None:
+        found = await look(*asked)
+        looked.set()
+        return found
+
+    monkeypatch.setattr(takes, "_look", noted)
+    gone: Any = asyncio.create_task(leaves.wait())
+    waiting = asyncio.create_task(takes.take("a", ROOM, 3600.0, "", SECONDS, gone))
+    await looked.wait()
+    await stores.submit()
+    leaves.set()
+    assert await asyncio.wait_for(waiting, SECONDS) is None
+    assert ((state := await stores.rollout()).status, state.attempt) == ("queued", 0)
+
+
 async def test_no_node_is_robbed_before_the_service_has_had_its_store_for_a_lease(stores: Stores) -> None:
     """All services were away for longer than a lease: the first take would rob live nodes, which could tell nobody that they live."""
     await stores.submit()
