@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -79,7 +78,7 @@ class AttemptsClient:
 
     async def open(self, attempt: AttemptId, roles: Sequence[RoleRule], logs: str) -> OpenSession:
         """The attempt runs: its session. Raises `HeldBack` while no new group may begin. Repeated, it gives another key."""
-        body = {"status": "running", "logs": logs, "role_rules": [encode_rule(rule) for rule in roles]}
+        body = {"status": "running", "logs": logs, "harness_roles": [encode_rule(rule) for rule in roles]}
         return _read_opened(await self._ask("POST", attempt, "report", body))
 
     async def finish(self, attempt: AttemptId, verdict: Verdict) -> None:
@@ -178,11 +177,9 @@ def _read_opened(answer: httpx.Response) -> OpenSession:
     return OpenSession(opened["session_id"], opened["api_key"], opened["base_urls"])
 
 
-def _read(kind: Any, given: Any) -> Any:
+def _read(kind: type, given: Any) -> Any:
     """As the service stores it. A field that it lacks has its default."""
-    return _reader(kind).validate_python(given, strict=False, extra="ignore", by_alias=False, by_name=True)
+    return _READERS[kind].validate_python(given, strict=False, extra="ignore", by_alias=False, by_name=True)
 
 
-@cache
-def _reader(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+_READERS: Mapping[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (Task, RolloutState)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -12,14 +11,12 @@ from contract.tasks import Task
 PROBLEMS_SHOWN = 5
 
 
-@cache
-def task_adapter() -> TypeAdapter[Task]:
-    return TypeAdapter(Task)
+_TASK = TypeAdapter(Task)
 
 
 def read_json(raw: bytes) -> Task:
     """Raises `pydantic.ValidationError`."""
-    return task_adapter().validate_json(raw, by_alias=True, by_name=False)
+    return _TASK.validate_json(raw, by_alias=True, by_name=False)
 
 
 def describe_problems(error: ValidationError) -> str:
@@ -37,5 +34,5 @@ def describe_problems(error: ValidationError) -> str:
 
 def dump_given(task: Task) -> dict[str, Any]:
     """The task's JSON body without fields at their default."""
-    body: dict[str, Any] = task_adapter().dump_python(task, by_alias=True, exclude_defaults=True)
+    body: dict[str, Any] = _TASK.dump_python(task, by_alias=True, exclude_defaults=True)
     return body

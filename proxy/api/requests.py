@@ -90,6 +90,10 @@ class JsonBody(Generic[T]):
 
     model: type[T]
 
+    def __post_init__(self) -> None:
+        # Before the first request, and before there are threads: it reads source.
+        read_adapter(cast(Hashable, self.model))
+
     async def read(self, request: Request) -> T:
         """The body as `model`. An empty body counts as `{}`."""
         raw = await self.read_raw(request)

@@ -8,14 +8,13 @@ policy.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from contract.attempts import Status
+from contract.attempts import FailureRecord, NodeState, Status, Verdict
 from contract.tasks import EvaluatorSpec, PrepareStep, Task, Upload
 from proxy.store.keys import SCHEMA, StoredValueError, unpack
 
@@ -73,9 +72,7 @@ def unpack_checked(blob: bytes, kind: type[T]) -> T:
     if schema != SCHEMA:
         raise StoredValueError(f"a stored {kind.__name__} has schema {schema}; this build reads {SCHEMA}")
     try:
-        decoded: T = _reader(cast(Hashable, kind)).validate_python(
-            value, strict=False, extra="ignore", by_alias=False, by_name=True
-        )
+        decoded: T = _READERS[kind].validate_python(value, strict=False, extra="ignore", by_alias=False, by_name=True)
     except ValidationError as error:
         raise StoredValueError(f"a stored {kind.__name__} cannot be read: {error}") from error
     return decoded
@@ -99,7 +96,6 @@ def _empty(upload: Upload) -> Upload:
     return upload if upload.content is None else replace(upload, content=b"")
 
 
-@cache
-def _reader(kind: Any) -> TypeAdapter[Any]:
-    # Not msgspec's decoder: it cannot decode the steps of a task, a union of dataclasses.
-    return TypeAdapter(kind)
+_READERS: Mapping[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (Task, NodeState, FailureRecord, Verdict)}
+"""Not msgspec's decoders: they cannot decode the steps of a task, a union of dataclasses. Made once, before there are threads: pydantic
+reads the docstrings of fields from the source, and Python 3.11's parser breaks where two threads parse at once."""
