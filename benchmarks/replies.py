@@ -91,7 +91,7 @@ def parser_answer(body: bytes) -> WholeResponse:
     else:
         count = len(asked["generate_response"]["choices"][0]["token_ids"])
         parsed = {"choices": [{"message": {"role": "assistant", "content": WORD * count}}]}
-    answer = WholeResponse(asyncio.get_running_loop())
+    answer = WholeResponse(asyncio.get_running_loop().create_future())
     answer.set_status(200, {})
     answer.finish(msgspec.json.encode(parsed))
     return answer

@@ -89,7 +89,7 @@ class ReportBody(Body, json_schema_extra={"example": {"node": "node-1", "status"
     exit_code: int | None = Field(None, ge=-(2**31), lt=2**31)
     logs: str | None = None
     """`<node>:<folder>`"""
-    role_rules: list[RoleRule] = Field(default_factory=list, max_length=64)
+    harness_roles: list[RoleRule] = Field(default_factory=list, max_length=64)
     """With `running`: of the harness's definition."""
 
 
@@ -231,7 +231,7 @@ def add_steps(router: APIRouter, connection: StoreConnection, services: Services
         """How far the attempt is. With `running` its session is opened; the answer to a repeated report has another key."""
         held = HeldAttempt(services, connection, named, body.node)
         if body.status == "running":
-            key = await held.open(body.role_rules, body.logs or "", request.is_disconnected)
+            key = await held.open(body.harness_roles, body.logs or "", request.is_disconnected)
             return _describe_opened(request, services, named.session_id, key)
         fields = {name: value for name in ("calls", "exit_code", "logs") if (value := getattr(body, name)) is not None}
         await held.advance(body.status, fields)

@@ -20,7 +20,8 @@ from tests.support.engine.scripted_engine import Generation, Reply, Say, Scripte
 from tests.support.engine.vllm_server import require_vllm
 from tests.support.machine import require
 from tests.support.runtimes.rollout_nodes import World
-from tests.support.service.running_service import TRAINER, RunningService
+from tests.support.service.rollout_service import serving_tasks
+from tests.support.service.running_service import TRAINER
 from tests.support.sessions.demo_process import judged
 
 DOORS = ("red", "green", "blue")
@@ -36,7 +37,7 @@ def engine() -> Iterator[ScriptedEngine]:
 @pytest.fixture
 async def world(engine: ScriptedEngine, redis_url: str, tmp_path: Path) -> AsyncIterator[World]:
     require_bubblewrap()
-    with RunningService(engine.url, redis_url, engine_api="token") as service:
+    with serving_tasks(redis_url, engine.url, engine_api="token") as service:
         connection = StoreConnection(redis_url)
         try:
             yield World(service, redis_url, connection, tmp_path)

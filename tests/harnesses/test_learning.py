@@ -23,7 +23,7 @@ from tests.support.engine.scripted_engine import Generation, Reply, Say, Scripte
 from tests.support.engine.vllm_server import require_vllm
 from tests.support.machine import require
 from tests.support.runtimes.rollout_nodes import World
-from tests.support.service.running_service import RunningService
+from tests.support.service.rollout_service import serving_tasks
 from tests.support.sessions.demo_process import judged
 
 
@@ -40,7 +40,7 @@ async def test_a_demonstration_is_the_conversation_that_the_agent_has(name: str,
     require("bwrap")
     agent, exercise = AGENTS[name], make_exercise("order", random.Random(0), "train")
     played = agent.play(exercise, exercise.solution)
-    with ScriptedEngine("qwen3") as engine, RunningService(engine.url, redis_url, engine_api="token") as service:
+    with ScriptedEngine("qwen3") as engine, serving_tasks(redis_url, engine.url, engine_api="token") as service:
 
         def act_out(generation: Generation, index: int) -> Reply:
             said = played[4 if "<tool_response>" in generation.prompt else 2]

@@ -82,7 +82,7 @@ class Cluster:
     def scale(self, part: str, replicas: int) -> None:
         if part == "proxy" and replicas and self._proxy is None:
             self._proxy = RunningService(
-                self.engine, f"redis://:{PASSWORD}@127.0.0.1:{self.port}/0", engine_api="token", lease_seconds=3600.0
+                self.engine, f"redis://:{PASSWORD}@127.0.0.1:{self.port}/0", engine_api="token"
             ).__enter__()
         elif part == "proxy" and not replicas and self._proxy is not None:
             self._proxy.__exit__()

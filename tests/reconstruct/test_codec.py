@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import msgpack
@@ -271,7 +272,8 @@ def test_a_record_with_a_field_of_another_type_is_a_decode_error(data: st.DataOb
     position = data.draw(st.integers(1, len(items) - 1))
     wrong = data.draw(st.sampled_from([None, True, 3, 1.5, "text", b"bytes", [], [1], {}, {"a": 1}, [[]], [None] * 8]))
     right = {type(items[position])} | ({int} if isinstance(items[position], float) else set())
-    if type(wrong) in right or (position == 10 and isinstance(wrong, str | int | None)):
+    allowed: dict[int, Any] = {10: str | int | None, 29: NoneType}  # why it stopped, and details
+    if type(wrong) in right or (position in allowed and isinstance(wrong, allowed[position])):
         return
     items[position] = wrong
     with pytest.raises(DecodeError):
