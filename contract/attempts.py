@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from contract.rules import Wire
+from contract.rules import FINITE, Metadata, Wire
 from contract.tasks import Task
 
 Status = Literal[
@@ -26,6 +26,7 @@ UNDER_WAY: tuple[Status, ...] = ("preparing", "ready", "running", "evaluating", 
 Ended = Literal["completed", "failed", "timeout", "cancelled"]
 """How a rollout and its session end."""
 ENDED: tuple[Ended, ...] = get_args(Ended)
+Finite = Annotated[float, FINITE]
 
 
 class Superseded(Exception):
@@ -97,12 +98,12 @@ class Verdict(Wire):
     """How the session is closed: with `status`, and with `reward` unless that is None."""
 
     status: Ended
-    reward: float | None = None
-    per_call: Mapping[str, float] = field(default_factory=dict)
-    per_branch: Mapping[str, float] = field(default_factory=dict)
+    reward: Finite | None = None
+    per_call: Mapping[str, Finite] = field(default_factory=dict)
+    per_branch: Mapping[str, Finite] = field(default_factory=dict)
     feedback: str = ""
     """For people, and for agents that learn from text."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Metadata = field(default_factory=dict)
     failure: FailureRecord | None = None
 
     @property

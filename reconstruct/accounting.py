@@ -10,7 +10,6 @@ and the session is complete without them. If it was, whole or cut, the agent act
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -248,8 +247,3 @@ def check(accounting: Accounting) -> None:
             f"{accounting.sampled_tokens} tokens were sampled, but {accounting.exported_tokens} are exported and "
             f"{quarantined} quarantined"
         )
-
-
-def count_reasons(accounting: Accounting) -> Counter[str]:
-    """Quarantined calls by reason."""
-    return Counter(item.reason for item in accounting.quarantined)

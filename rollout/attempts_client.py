@@ -27,7 +27,6 @@ ARRAYS = ("prompt_ids", "completion_ids", "logprobs", "logprob_modes", "weight_v
 PAGE = 200
 T = TypeVar("T")
 LOG_CHARACTERS = 65_536
-ERROR_CHARACTERS = 65_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +82,7 @@ class AttemptsClient:
 
     async def finish(self, attempt: AttemptId, verdict: Verdict) -> None:
         """Raises `RequestRefused`, nothing done, for a reward that is refused."""
-        given = asdict(verdict)
-        if verdict.failure is not None:
-            given["failure"]["message"] = verdict.failure.message[:ERROR_CHARACTERS]
-        await self._ask("POST", attempt, "finish", {"verdict": given})
+        await self._ask("POST", attempt, "finish", {"verdict": asdict(verdict)})
 
     async def put_back(self, attempt: AttemptId) -> None:
         """The harness had not started: queued again, without using up an attempt."""

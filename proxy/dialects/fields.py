@@ -194,10 +194,6 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _is_list_of(kind: type, value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, kind) for item in value)
 

@@ -14,10 +14,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.routing import APIRoute
-from pydantic import Field, FiniteFloat
+from pydantic import Field
 
-from contract.attempts import AttemptId, Ended, Failure, FailureRecord, NodeState, Room, Superseded, TakenRollout, Verdict
-from contract.rules import Metadata
+from contract.attempts import AttemptId, Failure, FailureRecord, NodeState, Room, Superseded, TakenRollout, Verdict
 from contract.sessions import NewSession, OpenedSession, SessionDetail
 from proxy.api import closing
 from proxy.api.calls import CallPage, list_calls
@@ -93,32 +92,9 @@ class ReportBody(Body, json_schema_extra={"example": {"node": "node-1", "status"
     """With `running`: of the harness's definition."""
 
 
-class FailureBody(Body):
-    failure: Failure
-    message: str
-    look: str = ""
-
-    def record(self) -> FailureRecord:
-        return FailureRecord(self.failure, self.message, self.look)
-
-
-class VerdictBody(Body):
-    status: Ended
-    reward: FiniteFloat | None = None
-    per_call: dict[str, FiniteFloat] = Field(default_factory=dict)
-    per_branch: dict[str, FiniteFloat] = Field(default_factory=dict)
-    feedback: str = ""
-    metadata: Metadata = Field(default_factory=dict)
-    failure: FailureBody | None = None
-
-    def verdict(self) -> Verdict:
-        failure = None if self.failure is None else self.failure.record()
-        return Verdict(self.status, self.reward, self.per_call, self.per_branch, self.feedback, self.metadata, failure)
-
-
 class FinishBody(Body, json_schema_extra={"example": {"node": "node-1", "verdict": {"status": "completed", "reward": 1.0}}}):
     node: NodeName
-    verdict: VerdictBody
+    verdict: Verdict
 
 
 class ReleaseBody(Body, json_schema_extra={"example": {"node": "node-1", "why": "put_back"}}):
@@ -126,7 +102,7 @@ class ReleaseBody(Body, json_schema_extra={"example": {"node": "node-1", "why": 
     why: Literal["put_back", "give_way", "failed", "stopped"]
     """put_back: the harness had not started. give_way: the service holds new groups back. failed: by no fault of the agent. stopped: the
     node ends. Only `failed` uses up an attempt."""
-    failure: FailureBody | None = None
+    failure: FailureRecord | None = None
     """Of one that failed, or was stopped."""
     spared: bool = False
     """The node is to blame: the failure uses up no attempt."""
@@ -248,7 +224,7 @@ def add_steps(router: APIRouter, connection: StoreConnection, services: Services
     )
     async def finish(named: Named, body: Annotated[FinishBody, Depends(JsonBody(FinishBody).read)]) -> Response:
         """Fixes the verdict, closes the session with it and ends the rollout."""
-        await HeldAttempt(services, connection, named, body.node).finish(body.verdict.verdict())
+        await HeldAttempt(services, connection, named, body.node).finish(body.verdict)
         return Response(status_code=204)
 
     @router.post(
@@ -263,9 +239,7 @@ def add_steps(router: APIRouter, connection: StoreConnection, services: Services
         elif body.why == "give_way":
             queued = await held.give_way()
         else:
-            failure = (
-                body.failure.record() if body.failure else FailureRecord(Failure.NODE_LOST, f"node {body.node} gave it up")
-            )
+            failure = body.failure or FailureRecord(Failure.NODE_LOST, f"node {body.node} gave it up")
             queued = await held.give_up(failure, spared=body.spared or body.why == "stopped")
         return json_response({"queued": queued})
 
