@@ -21,8 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tests import ROOT
-from tests.mutants.catalogue import FAULTS
-from tests.mutants.fault import Fault, NotPlaced, sources
+from tests.mutants.fault import Fault, NotPlaced, read_faults, sources
 from tests.mutants.workshop import Run, Stopped, Workshop
 
 _HELP = """\
@@ -32,8 +31,8 @@ the checkout, and the few tests that must notice run there. First they run witho
 A fault that is NOT caught is a finding: either another test notices it (name that one), or a test is missing (write it). The exit code
 is 1 when a fault was not caught, no longer applies to the code, or could not be tested.
 
-Faults are data in tests/mutants/in_*.py: the harm, the old text, the new text, the tests. The old text must occur exactly once in the
-product, in whichever file.
+Faults are paragraphs in tests/mutants/faults/*.diff: the harm, the tests, the lines as in a diff. The old lines must occur exactly once
+in the product, in whichever file.
 """
 _EXAMPLES = """\
 examples:
@@ -57,7 +56,7 @@ class Verdict:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse_arguments(arguments)
     console = Console()
-    faults = [fault for fault in FAULTS if _mentions(fault, options.only)]
+    faults = [fault for fault in read_faults() if _mentions(fault, options.only)]
     if not faults:
         console.print(f"no fault mentions all of: {', '.join(options.only)}")
         return 1

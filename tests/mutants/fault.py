@@ -1,4 +1,7 @@
-"""A fault to be planted into the product: what it would do to a user, the text it replaces, and the tests that must notice."""
+"""A fault to be planted into the product: what it would do to a user, the lines it changes, and the tests that must notice.
+
+`faults/*.diff` have one a paragraph: the harm, the tests, and the lines as in a diff. Paragraphs that begin with `#` are headings.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ from pathlib import Path
 
 PACKAGES = ("contract", "proxy", "reconstruct", "rollout", "trainer_client", "cli")
 SUFFIXES = (".py", ".lua")
+FOLDER = Path(__file__).with_name("faults")
 
 
 class NotPlaced(Exception):
-    """The text to be replaced does not occur exactly once in the product."""
+    """The lines to be changed do not occur exactly once in the product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,19 @@ class Fault:
         if len(found) == 1:
             return found[0]
         where = ", ".join(sorted({str(path) for path in found})) or "no file"
-        raise NotPlaced(f"its text occurs {len(found)} times in the product, not once ({where}): {self.old.strip()[:200]!r}")
+        raise NotPlaced(f"its lines occur {len(found)} times in the product, not once ({where}): {self.old.strip()[:200]!r}")
+
+
+def read_faults() -> list[Fault]:
+    """All of them."""
+    paragraphs = (part for path in sorted(FOLDER.iterdir()) for part in path.read_text().strip().split("\n\n"))
+    return [_read_fault(part) for part in paragraphs if not part.startswith("#")]
+
+
+def _read_fault(paragraph: str) -> Fault:
+    harm, tests, *lines = paragraph.split("\n")
+    old, new = ("".join(f"{line[1:]}\n" for line in lines if line[0] in kept) for kept in (" -", " +"))
+    return Fault(harm, old, new, tests)
 
 
 def sources(root: Path) -> dict[Path, str]:
