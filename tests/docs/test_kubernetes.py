@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import helm_python
 import httpx
 import yaml
 from lupa import LuaRuntime
@@ -16,7 +17,7 @@ from lupa import LuaRuntime
 from examples.vllm_server import vllm_command
 from proxy.auth import mint_key
 from proxy.metrics import Metrics
-from tests.support.documents.helm_chart import CHART, MATRIX, rendered, the
+from tests.support.documents.helm_chart import CHART, rendered, the
 from tests.support.machine import require
 from tests.support.service.verbatim_process import wait_until
 
@@ -93,13 +94,18 @@ def test_envoy_sends_by_the_session_and_by_no_header_of_a_client() -> None:
     assert balancer["consistentHash"] == {"type": "Header", "header": {"name": "x-verbatim-session"}}
 
 
-def test_envoy_routes_what_the_charts_ingress_routes() -> None:
-    rules = documents("envoy-gateway.yaml")["HTTPRoute"]["spec"]["rules"]
-    # More than eight matches in a rule are refused by older releases of the Gateway API.
-    assert all(len(rule["matches"]) <= 8 for rule in rules)
-    (ingress,) = the(MATRIX["everything"], "Ingress", "verbatim")["spec"]["rules"]
-    routed = {match["path"]["value"] for rule in rules for match in rule["matches"]}
-    assert routed == {each["path"] for each in ingress["http"]["paths"]}
+def test_envoys_objects_are_about_the_charts_route() -> None:
+    found = documents("envoy-gateway.yaml")
+    with helm_python.Chart.load(CHART) as chart:
+        values = {"httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}]}, "networkPolicy": {"enabled": False}}
+        texts = chart.render(values, name="verbatim", namespace="rl")
+    route = yaml.safe_load(texts["verbatim/templates/httproute.yaml"])
+    assert found.keys() == {"BackendTrafficPolicy", "EnvoyExtensionPolicy"}
+    for each in found.values():
+        assert each["metadata"]["namespace"] == "rl"
+        assert each["spec"]["targetRefs"] == [
+            {"group": "gateway.networking.k8s.io", "kind": route["kind"], "name": route["metadata"]["name"]}
+        ]
 
 
 def test_the_production_stacks_engines_are_started_as_verbatim_starts_its_own() -> None:

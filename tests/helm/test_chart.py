@@ -28,7 +28,7 @@ from tests.support.documents.helm_chart import (
 
 KUBERNETES = ("1.25", "1.31", "1.37")
 """The oldest that the chart takes, one between, and the newest whose schemas are at hand."""
-UNKNOWN_TO_KUBERNETES = {"ServiceMonitor", "PrometheusRule", "ScaledObject"}
+UNKNOWN_TO_KUBERNETES = {"ServiceMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute"}
 OURS = CHART.parents[1]
 
 

@@ -110,11 +110,10 @@ def test_store_and_engines_are_reached_by_those_alone_who_need_them(name: str) -
 
 
 def test_the_service_takes_who_is_named_and_no_stranger() -> None:
-    ingress = End("ingress-nginx", {"app": "controller"})
-    for name, answer in (("defaults", False), ("everything", True)):
-        values = MATRIX[name]
+    trainers = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "training"}}}
+    for values, answer in (({}, False), ({"networkPolicy": {"proxyFrom": [trainers]}}, True)):
         for port in (8700, CONTROL):
-            assert reaches(policies(values), ingress, part(values, "proxy"), port) is answer
+            assert reaches(policies(values), End("training", {"app": "trainer"}), part(values, "proxy"), port) is answer
             assert not reaches(policies(values), STRANGER, part(values, "proxy"), port)
 
 

@@ -167,6 +167,9 @@ def test_probes_scrapes_and_the_ingress_ask_for_what_is_there() -> None:
         (endpoint,) = the(values, "ServiceMonitor", part)["spec"]["endpoints"]
         assert (endpoint["path"], endpoint["port"]) == ("/metrics", port) and "/metrics" in there
     paths = the(values, "Ingress", "verbatim")["spec"]["rules"][0]["http"]["paths"]
+    health = [each["path"] for each in paths if each["pathType"] == "Exact"]
+    assert health == ["/healthz"], "on both sides"
+    paths = [each for each in paths if each["path"] not in health]
     table = Routes(dialects().values())
     assert all(
         table.is_harness("POST", each["path"] + "/x") is (each["backend"]["service"]["port"] == {"name": "http"})

@@ -192,6 +192,59 @@ http://{{ eq $root.Values.ipFamily "IPv6" | ternary (printf "[%s]" $host) $host 
 {{- end -}}
 {{- end -}}
 
+{{/* What is public, by the port that serves it: (list $ whetherControl). Without /metrics and /readyz, which carry no token. */}}
+{{- define "verbatim.publicPaths" -}}
+http: [/s, /v1, /v1beta, /v1alpha]
+{{- if index . 1 }}
+control: [/attempts, /batches, /engines, /groups, /nodes, /run, /sessions, /tasks, /ui, /weights]
+{{- end }}
+{{- end -}}
+
+{{/* NetworkPolicyPeers of each side of the service, beside this namespace: those named, and those that the chart's own objects bring in. */}}
+{{- define "verbatim.proxyPeers" -}}
+{{- $policy := .Values.networkPolicy -}}
+{{- $harness := concat $policy.proxyFrom $policy.harnessFrom -}}
+{{- $control := $policy.proxyFrom -}}
+{{- if and (ne .Values.proxy.service.type "ClusterIP") (not $harness) -}}
+{{- fail (printf "networkPolicy.harnessFrom: proxy.service.type is %s, and the network policy shuts out whoever comes from outside; name their addresses, for example {ipBlock: {cidr: 10.0.0.0/8}} (networkPolicy.proxyFrom: for the control side, too)" .Values.proxy.service.type) -}}
+{{- end -}}
+{{- with .Values.ingress }}{{ if .enabled -}}
+{{- $peers := $policy.ingressFrom -}}
+{{- if and (not $peers) (eq .className "nginx") -}}
+{{- $peers = list (dict "namespaceSelector" (dict "matchLabels" (dict "kubernetes.io/metadata.name" "ingress-nginx"))) -}}
+{{- end -}}
+{{- if not $peers -}}
+{{- fail (printf "networkPolicy.ingressFrom: name where the ingress controller of the class %s runs, or the network policy shuts it out, for example {namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: NAMESPACE}}}" .className) -}}
+{{- end -}}
+{{- $harness = concat $harness $peers -}}
+{{- if .control }}{{ $control = concat $control $peers }}{{ end -}}
+{{- end }}{{ end -}}
+{{- with .Values.httpRoute }}{{ if .enabled -}}
+{{- if not $policy.gatewayFrom -}}
+{{- fail "networkPolicy.gatewayFrom: name where the pods of the gateway run, or the network policy shuts them out, for example {namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: envoy-gateway-system}}}" -}}
+{{- end -}}
+{{- $harness = concat $harness $policy.gatewayFrom -}}
+{{- if .control }}{{ $control = concat $control $policy.gatewayFrom }}{{ end -}}
+{{- end }}{{ end -}}
+{{- if .Values.monitoring.serviceMonitor.enabled -}}
+{{- $prometheus := dict "namespaceSelector" dict "podSelector" (dict "matchLabels" (dict "app.kubernetes.io/name" "prometheus")) -}}
+{{- $control = concat $control ($policy.prometheusFrom | default (list $prometheus)) -}}
+{{- end -}}
+{{- dict "harness" $harness "control" $control | toJson -}}
+{{- end -}}
+
+{{/* NetworkPolicyPeers of the engines beside the proxies. */}}
+{{- define "verbatim.enginePeers" -}}
+{{- $peers := .Values.networkPolicy.vllmFrom -}}
+{{- with .Values.monitoring.serviceMonitor }}{{ if and .enabled .engines -}}
+{{- if not (or $peers $.Values.networkPolicy.prometheusFrom) -}}
+{{- fail "networkPolicy.prometheusFrom: name the pods of Prometheus, or monitoring.serviceMonitor.engines scrapes nothing; the engines' routes are unauthenticated, so name no others, for example {namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}, podSelector: {matchLabels: {app.kubernetes.io/name: prometheus}}}" -}}
+{{- end -}}
+{{- $peers = concat $peers $.Values.networkPolicy.prometheusFrom -}}
+{{- end }}{{ end -}}
+{{- dict "peers" $peers | toJson -}}
+{{- end -}}
+
 {{/* Every address of pods. */}}
 {{- define "verbatim.anyAddress" -}}
 {{- eq .Values.ipFamily "IPv6" | ternary "::" "0.0.0.0" -}}

@@ -67,9 +67,11 @@ MATRIX: Mapping[str, Values] = {
             "priorityClassName": "rollouts",
         },
         "networkPolicy": {
-            "proxyFrom": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "ingress-nginx"}}}]
+            "prometheusFrom": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
+            "gatewayFrom": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "gateways"}}}],
         },
         "ingress": {"enabled": True, "host": "verbatim.example.com", "tlsSecret": "tls"},
+        "httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway", "namespace": "gateways"}]},
         "monitoring": {
             "serviceMonitor": {"enabled": True, "engines": True},
             "alerts": {"enabled": True},
