@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: servers, each in a module of its own; what holds for a whole run is in tests/support."""
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.distributions import distributions
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 pytest_plugins = ("tests.support.failures", "tests.support.whole_run")
+# What is asserted in there says what was compared.
+pytest.register_assert_rewrite("tests.support.sessions.conversations")
 
 # Other tests run engines beside these: a slow example says nothing about the code.
 settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -19,19 +19,9 @@ from examples.vllm_server import VllmServer
 from tests.support.engine.vllm_server import require_vllm, running_vllm
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session
+from tests.support.sessions.conversations import TOOLS
 
 pytestmark = pytest.mark.engine
-
-TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "lookup",
-            "description": "Looks a key up.",
-            "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
-        },
-    }
-]
 
 
 @contextmanager

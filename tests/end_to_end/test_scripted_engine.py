@@ -16,21 +16,12 @@ from tests.support.engine.scripted_engine import Drop, Fail, Say, ScriptedEngine
 from tests.support.engine.template_families import FAMILIES, Family
 from tests.support.engine.template_markup import QWEN3
 from tests.support.service.running_service import hanging_up
+from tests.support.sessions.conversations import TOOLS
 
 GENERATE, CHAT = "/inference/v1/generate", "/v1/chat/completions"
 RENDER, DERENDER = "/v1/chat/completions/render", "/v1/chat/completions/derender"
 QUESTION = [{"role": "user", "content": "q"}]
 WORLD = FAMILIES["qwen3"].encode("hello world")[-1]
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "lookup",
-            "description": "Looks a key up.",
-            "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
-        },
-    }
-]
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,11 @@ from datasets import load_dataset
 from cli.engine_access import check_engine, open_engine_client
 from cli.refusal import CommandError
 from tests.cli.generation.test_generate import SECONDS, lines, task, variables, written
-from tests.proxy.call.test_flow import TOOLS
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.engine.strict_server import KEY, StrictServer
 from tests.support.service.authority import Authority
 from tests.support.service.verbatim_process import verbatim
+from tests.support.sessions.conversations import TOOLS
 
 MODEL = "large"
 AGENT = f"""{sys.executable} -S - <<'PYTHON'

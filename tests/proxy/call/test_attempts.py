@@ -20,11 +20,11 @@ import httpx
 import pytest
 from openai import APIError
 
-from tests.proxy.call.test_flow import turn
 from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.service.redis_server import running_redis
 from tests.support.service.running_service import RunningService, Session, hanging_up, wait_until
+from tests.support.sessions.conversations import turn
 
 SEEDS = range(4)
 REQUESTS = 14

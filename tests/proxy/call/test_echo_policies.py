@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from tests import ROOT
-from tests.proxy.call.test_flow import tool_result, turn
 from tests.support.engine.scripted_engine import ScriptedEngine, logprobs_of
 from tests.support.engine.template_families import FAMILIES, Family
 from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session
+from tests.support.sessions.conversations import tool_result, turn
 
 POLICIES = ("strict", "minted")
 TURNS = 3

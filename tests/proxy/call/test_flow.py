@@ -24,18 +24,16 @@ from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer, running_redis
 from tests.support.service.running_service import RunningService, Session, hanging_up, streamed_text, wait_until
-
-TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "lookup",
-            "description": "Looks a key up.",
-            "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
-        },
-    }
-]
-CAPTURED = ("prompt_ids", "completion_ids", "logprobs", "weight_versions", "finish_reason", "stop_reason")
+from tests.support.sessions.conversations import (
+    CAPTURED,
+    TOOLS,
+    assemble,
+    assert_sampled_as_recorded,
+    said_of,
+    tool_result,
+    turn,
+    without_ids,
+)
 
 
 @pytest.fixture
@@ -49,27 +47,6 @@ def own_redis_url() -> Iterator[str]:
 def running(redis_server: RedisServer) -> Iterator[Running]:
     with both_paths(redis_server) as running:
         yield running
-
-
-def turn(role: str, content: str) -> dict[str, Any]:
-    return {"role": role, "content": content}
-
-
-def tool_result(message: dict[str, Any], content: str, position: int = 0) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": message["tool_calls"][position]["id"], "content": content}
-
-
-def said_of(call: dict[str, Any]) -> list[int]:
-    return [*call["prompt_ids"], *call["completion_ids"]]
-
-
-def assert_sampled_as_recorded(engine: ScriptedEngine, calls: list[dict[str, Any]]) -> None:
-    """Each record holds the very ids the engine was given and sampled, and its logprobs in that context."""
-    recorded = sorted((call["prompt_ids"], call["completion_ids"]) for call in calls)
-    given = sorted((made.prompt_ids, ids) for made in engine.generations for ids in made.sampled.values())
-    assert recorded == given
-    for call in calls:
-        assert call["logprobs"] == logprobs_of(call["prompt_ids"], call["completion_ids"])
 
 
 # What a reply is, streamed and whole
@@ -128,33 +105,6 @@ def test_streamed_capture_equals_unstreamed_capture(
         assert each.pop("reasoning", None) == each.get("reasoning_content")
         # What a harness will replay is what is in the store, ids included.
         assert call["reply"] == {"content": None, **each}
-
-
-def assemble(stream: Any) -> dict[str, Any]:
-    """The message a harness puts together from a stream's deltas, as a whole reply has it."""
-    message: dict[str, Any] = {"role": "assistant"}
-    calls: dict[int, dict[str, Any]] = {}
-    for chunk in stream:
-        delta = chunk.choices[0].delta.model_dump(exclude_none=True)
-        for name in ("content", "reasoning_content", "reasoning"):
-            if delta.get(name):
-                message[name] = message.get(name, "") + delta[name]
-        for piece in delta.get("tool_calls", ()):
-            call = calls.setdefault(piece["index"], {"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
-            call["id"] = piece.get("id") or call["id"]
-            for name in ("name", "arguments"):
-                call["function"][name] += piece["function"].get(name) or ""
-    if calls:
-        message["tool_calls"] = [calls[position] for position in sorted(calls)]
-    return message
-
-
-def without_ids(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with tool calls that no longer say which call they came from, and without an absent content."""
-    kept = {key: value for key, value in message.items() if value is not None}
-    if "tool_calls" in kept:
-        kept["tool_calls"] = [call["function"] for call in kept["tool_calls"]]
-    return kept
 
 
 @pytest.mark.parametrize("names", [("reasoning",), ("reasoning_content",), ("reasoning", "reasoning_content")])

@@ -17,12 +17,12 @@ from openai import APIStatusError, AuthenticationError, InternalServerError
 
 from proxy.engine.pool.membership import replica_at
 from proxy.engine.pool.seats import rank_replicas
-from tests.proxy.call.test_flow import TOOLS, tool_result, turn
 from tests.proxy.call.test_replay import Walk, call_tools, expected_logprobs, fork, tool_loop
 from tests.support.engine.scripted_engine import Fail, Generation, Hang, Reply, Say, ScriptedEngine, logprobs_of
 from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session, hanging_up, streamed_text, wait_until
+from tests.support.sessions.conversations import TOOLS, tool_result, turn
 
 THREE: dict[str, Any] = {"n": 3, "choose": "logprob"}
 

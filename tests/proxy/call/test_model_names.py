@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.proxy.call.test_flow import TOOLS, tool_result, turn
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer, free_port
 from tests.support.service.running_service import RunningService, Session
+from tests.support.sessions.conversations import TOOLS, tool_result, turn
 
 USER: list[Any] = [{"role": "user", "content": "q"}]
 DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -21,12 +21,12 @@ from proxy.store import keys
 from proxy.store.sessions import is_reference
 from proxy.store.states import Intent
 from tests.end_to_end.test_dialects import by_chat, by_completions, by_gemini, by_messages, by_responses
-from tests.proxy.call.test_flow import TOOLS, assemble, tool_result, turn
 from tests.support.engine.scripted_engine import Say, ScriptedEngine, logprobs_of
 from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer, running_redis
 from tests.support.service.running_service import RunningService, Session, hanging_up, streamed_text, wait_until
+from tests.support.sessions.conversations import TOOLS, assemble, tool_result, turn
 from tests.support.sessions.random_harness import RandomHarness
 
 Message = dict[str, Any]

@@ -21,12 +21,12 @@ from proxy.engine.apis.reply import PromptLogprob, WantedDetails, read_details
 from proxy.settings import Settings
 from reconstruct.records import LOGPROB_MODES
 from reconstruct.trajectory import Trajectory
-from tests.proxy.call.test_flow import TOOLS, tool_result, turn
 from tests.support.engine.scripted_details import LAYERS, PER_TOKEN, experts, given_logprobs
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.service.redis_server import RedisServer, running_redis
 from tests.support.service.running_service import RunningService, Session, streamed_text
+from tests.support.sessions.conversations import TOOLS, tool_result, turn
 from trainer_client import TrainerClient
 from trainer_client.wire import decode_trajectory
 

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.proxy.call.test_flow import TOOLS, tool_result, turn
 from tests.support.engine.altered_engine import AlteredEngine
 from tests.support.engine.scripted_engine import ScriptedEngine, logprobs_of
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session
+from tests.support.sessions.conversations import TOOLS, tool_result, turn
 
 CALL = '<tool_call>\n{"name": "lookup", "arguments": {"key": "alpha"}}\n</tool_call>'
 SYSTEM = turn("system", "You look keys up until you know the answer, and say it. " * 4)

@@ -9,13 +9,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.proxy.call.test_flow import TOOLS, assert_sampled_as_recorded, turn
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.engine.template_families import FAMILIES
 from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session
+from tests.support.sessions.conversations import TOOLS, assert_sampled_as_recorded, turn
 
 FUNCTIONS = [TOOLS[0]["function"]]
 CALL = '<tool_call>\n{"name": "lookup", "arguments": {"key": "a"}}\n</tool_call>'

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.proxy.call.test_flow import TOOLS
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session
+from tests.support.sessions.conversations import TOOLS
 
 IDS = {"return_token_ids": True}
 
@@ -28,7 +28,8 @@ def running(redis_server: RedisServer) -> Iterator[Running]:
 def ask_for_ids(session: Session, *, stream: bool, **fields: Any) -> tuple[list[Any], dict[int, Any]]:
     """(what told the prompt's ids, the ids of each choice, as a client collects them)."""
     asked = session.ask("look up a", stream=stream, extra_body=IDS, **fields)
-    prompts, told = [], {}
+    prompts: list[Any] = []
+    told: dict[int, Any] = {}
     for part in asked if stream else [asked]:
         shown = part.model_dump()
         prompts += [shown["prompt_token_ids"]] if "prompt_token_ids" in shown else []

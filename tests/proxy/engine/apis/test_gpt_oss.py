@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from tests.proxy.call.test_flow import TOOLS, assert_sampled_as_recorded, tool_result, turn
 from tests.support.engine.local_format import require_renderers, write_format
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.engine.template_families import FAMILIES, Family
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
+from tests.support.sessions.conversations import TOOLS, assert_sampled_as_recorded, tool_result, turn
 
 require_renderers()
 

@@ -16,12 +16,20 @@ import openai
 import pytest
 
 from proxy.engine.apis.chat_format import ControlTokens
-from tests.proxy.call.test_flow import CAPTURED, TOOLS, assemble, assert_sampled_as_recorded, said_of, tool_result, turn
 from tests.support.engine.local_format import QWEN3, TEMPLATE, require_renderers, write_format
 from tests.support.engine.scripted_engine import Generation, Say, ScriptedEngine
 from tests.support.engine.template_families import FAMILIES
 from tests.support.service.redis_server import RedisServer, running_redis
 from tests.support.service.running_service import RunningService, hanging_up, streamed_text, wait_until
+from tests.support.sessions.conversations import (
+    CAPTURED,
+    TOOLS,
+    assemble,
+    assert_sampled_as_recorded,
+    said_of,
+    tool_result,
+    turn,
+)
 
 require_renderers()
 

@@ -9,10 +9,10 @@ import httpx
 import openai
 import pytest
 
-from tests.proxy.call.test_flow import TOOLS, assemble
 from tests.support.engine.llama_cpp import running_llama_cpp
 from tests.support.service.redis_server import running_redis
 from tests.support.service.running_service import RunningService
+from tests.support.sessions.conversations import TOOLS, assemble
 
 LIMIT = {"max_tokens": 4, "temperature": 0}
 

@@ -16,7 +16,6 @@ import pytest
 from proxy.engine.apis.vllm import VllmTokens
 from proxy.engine.pool.pool import EnginePool
 from proxy.engine.wire.http import EngineHttp
-from tests.proxy.call.test_flow import TOOLS, tool_result, turn
 from tests.support.engine.scripted_answers import Live, call_deltas
 from tests.support.engine.scripted_calls import SamplingCalls
 from tests.support.engine.scripted_engine import ScriptedEngine
@@ -24,6 +23,7 @@ from tests.support.engine.scripted_fixtures import Running
 from tests.support.engine.scripted_sampling import POLL_SECONDS, Fail, Say
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session, streamed_text
+from tests.support.sessions.conversations import TOOLS, tool_result, turn
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ from typing import Any
 import openai
 import pytest
 
-from tests.proxy.call.test_flow import TOOLS, assemble, turn
 from tests.proxy.call.test_replay import fork
 from tests.support.engine.scripted_engine import Exchange, ScriptedEngine
 from tests.support.service.redis_server import running_redis
 from tests.support.service.running_service import RunningService
+from tests.support.sessions.conversations import TOOLS, assemble, turn
 
 MODEL = "/models/qwen.gguf"
 TIMINGS = {"cache_n": 0, "prompt_n": 11, "prompt_ms": 30.5, "predicted_n": 4, "predicted_ms": 80.1}

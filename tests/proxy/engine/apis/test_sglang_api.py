@@ -11,13 +11,13 @@ import openai
 import pytest
 
 from proxy.engine.apis import sglang
-from tests.proxy.call.test_flow import TOOLS, said_of, tool_result, turn
 from tests.support.engine.local_format import QWEN3, require_renderers, write_format
 from tests.support.engine.scripted_sampling import logprobs_of
 from tests.support.engine.shaped_sglang import Shaped, ShapedSglang
 from tests.support.engine.template_families import FAMILIES
 from tests.support.service.redis_server import running_redis
 from tests.support.service.running_service import RunningService, Session, hanging_up, streamed_text, wait_until
+from tests.support.sessions.conversations import TOOLS, said_of, tool_result, turn
 
 require_renderers()
 

@@ -19,11 +19,11 @@ from proxy.engine.replica import Replica
 from proxy.engine.wire.refusals import refusal
 from proxy.errors import RequestError
 from proxy.timeline import CancelScope
-from tests.proxy.call.test_flow import TOOLS, assemble
 from tests.support.engine.scripted_engine import Exchange, Fail, ScriptedEngine
 from tests.support.engine.strict_server import KEY, WORDS, StrictServer
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
+from tests.support.sessions.conversations import TOOLS, assemble
 
 OWN = {"return_token_ids", "logprobs", "top_logprobs"}
 

@@ -14,18 +14,9 @@ from tests.support.engine.scripted_engine import Say, ScriptedEngine, logprobs_o
 from tests.support.engine.template_families import FAMILIES, Family
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
+from tests.support.sessions.conversations import TOOLS, turn
 from tests.support.sessions.engine_ids import with_engine_ids
 
-TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "lookup",
-            "description": "Looks a key up.",
-            "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
-        },
-    }
-]
 THINKING = ("qwen3", "glm4", "deepseek", "harmony")
 """The families whose models think before they speak."""
 
@@ -33,10 +24,6 @@ THINKING = ("qwen3", "glm4", "deepseek", "harmony")
 @pytest.fixture(params=sorted(FAMILIES))
 def family(request: pytest.FixtureRequest) -> Family:
     return FAMILIES[request.param]
-
-
-def turn(role: str, content: str) -> dict[str, Any]:
-    return {"role": role, "content": content}
 
 
 def called(key: str, identifier: str = "call_0123456789_0") -> dict[str, Any]:

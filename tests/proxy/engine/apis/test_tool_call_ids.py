@@ -23,18 +23,9 @@ from tests.support.engine.scripted_engine import Exchange, ScriptedEngine, logpr
 from tests.support.engine.scripted_sampling import Say
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session
+from tests.support.sessions.conversations import TOOLS
 from tests.support.sessions.engine_ids import with_engine_ids
 
-TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "lookup",
-            "description": "Looks a key up.",
-            "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
-        },
-    }
-]
 PATHS = ("token", "chat")
 Message = dict[str, Any]
 
