@@ -11,9 +11,11 @@ import asyncio
 import http
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, cast
 
+from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from proxy.call.http import EXTENSION
@@ -43,6 +45,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, patience: HttpTimeouts, **more: Any) -> None:
         super().__init__(*args, **more)
+        self.app = partial(_run, self.app)
         self._patience = patience
         self._awaits = "request"
         self._awaiting: asyncio.TimerHandle | None = None
@@ -244,9 +247,14 @@ class _Direct:
             pass
         finally:
             flow.write_paused = paused or flow.write_paused
-        if self._cycle.response_complete:
-            # Otherwise the two would hold each other.
-            self._cycle.scope["extensions"] = {}
+
+
+async def _run(app: ASGI3Application, scope: Any, receive: Any, send: Any) -> None:
+    try:
+        await app(scope, receive, send)
+    finally:
+        # Its writer holds the connection and the request, and each of these holds the scope.
+        scope["extensions"] = {}
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:

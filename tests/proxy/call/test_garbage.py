@@ -220,6 +220,20 @@ def test_the_servers_own_connection_leaves_no_cycle(engine: ScriptedEngine, redi
         assert not found
 
 
+def test_control_requests_and_their_connections_leave_no_cycle(engine: ScriptedEngine, redis_server: RedisServer) -> None:
+    """The scope of each held its connection: closing a thousand sessions left 58,000 objects, and finding them took 100 ms."""
+    redis_server.flushall()
+    own = partial(HttpConnection, patience=HttpTimeouts())
+    with RunningService(engine.url, redis_server.url, protocol=own) as service:
+        service.session()
+        with cycles() as found:
+            for _ in range(CALLS):
+                service.session()
+                assert service.request("GET", "/sessions").status_code == 200
+                assert service.request("GET", "/nowhere").status_code == 404
+        assert not found
+
+
 async def test_calls_of_sessions_that_are_gone_leave_nothing(app: Application) -> None:
     async def live() -> Counter[str]:
         """What is there after a session's life."""
