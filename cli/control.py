@@ -19,6 +19,9 @@ from contract.errors import HeldBack, NoAnswer, ServiceError
 
 TIMEOUT_SECONDS = 30.0
 ADMIN, NODE = "VERBATIM_ADMIN_TOKEN", "VERBATIM_NODE_TOKEN"
+HEALTH = "/healthz"
+GATEWAY_ERRORS = (502, 503, 504)
+"""Statuses of what stands before a service that it cannot reach. The service's own 503 gives a reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,17 @@ class CommandClient:
     def delete(self, path: str) -> dict[str, Any]:
         return self._request_json("DELETE", path)
 
+    def check_health(self) -> httpx.Response:
+        """The answer of a service that is alive."""
+        response = self.fetch(HEALTH)
+        try:
+            named = response.json()["service"]
+        except (ValueError, KeyError, TypeError):
+            named = None
+        if named != "verbatim":
+            raise CommandError(self._describe_stranger(HEALTH, response.status_code))
+        return response
+
     def fetch(self, path: str) -> httpx.Response:
         """The answer to GET `path`, whatever its content type."""
         return self._request("GET", path)
@@ -107,9 +121,7 @@ class CommandClient:
         try:
             answer: dict[str, Any] = response.json() if response.content else {}
         except ValueError as error:
-            raise CommandError(
-                f"what answers at {self.url} is no Verbatim service (set VERBATIM_URL to where it is)"
-            ) from error
+            raise CommandError(self._describe_stranger(path, response.status_code)) from error
         return answer
 
     def _request(self, method: str, path: str, **more: Any) -> httpx.Response:
@@ -131,9 +143,31 @@ class CommandClient:
         if error.status == httpx.codes.UNAUTHORIZED:
             return f"{self.url} does not know the token: set {self._variable} to the one that verbatim serve uses"
         # An engine has none of these paths either; vLLM's error codes are numbers.
-        if error.status == httpx.codes.NOT_FOUND and (not error.code or error.code.isdecimal()):
-            return f"what answers at {self.url}{path} is no Verbatim service (set VERBATIM_URL to where it is)"
+        unknown = error.status == httpx.codes.NOT_FOUND and (not error.code or error.code.isdecimal())
+        if error.status is not None and (unknown or (error.status in GATEWAY_ERRORS and not error.reason)):
+            return self._describe_stranger(path, error.status)
         return error.reason or (f"{self.url}{path} answered {error.status}" if error.status else str(error))
+
+    def _describe_stranger(self, path: str, status: int) -> str:
+        """Why something other than a service's control side answered. /healthz tells whether a service is behind it."""
+        if path != HEALTH and self._reaches_service():
+            return (
+                f"{path} is not served at {self.url} (status {status}), though a Verbatim service answers there: "
+                "route this path in the ingress or gateway before it, or set VERBATIM_URL to the control side"
+            )
+        if status in GATEWAY_ERRORS:
+            return (
+                f"{self.url}{path} answered {status}, but no Verbatim service did: "
+                "an ingress or load balancer without a service that is ready behind it, or another program"
+            )
+        return f"what answers at {self.url}{path} is no Verbatim service (set VERBATIM_URL to where it is)"
+
+    def _reaches_service(self) -> bool:
+        try:
+            self.check_health()
+        except CommandError:
+            return False
+        return True
 
 
 def find_token(variables: Sequence[str] = (ADMIN,)) -> tuple[str, str]:

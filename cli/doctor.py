@@ -102,10 +102,12 @@ def check_service(url: str | None) -> Iterator[Check]:
     """The service, its clock, its store, its engines and its nodes."""
     from cli.control import CommandClient, RequestFailed
 
+    is_there = False
     try:
         # Probes need no token, so that a missing one is not taken for a missing service.
         control = CommandClient(url, token="none")
-        answer = control.fetch("/healthz")
+        answer = control.check_health()
+        is_there = True
         yield Check("service", "ok", control.url)
         yield from _check_clock(answer.headers.get("date"))
         control = CommandClient(url)
@@ -115,7 +117,8 @@ def check_service(url: str | None) -> Iterator[Check]:
             advice = "start it with verbatim serve, or name it with --url or VERBATIM_URL"
             yield Check("service", "note", str(refusal).partition(" (")[0].partition(": ")[0], advice)
         else:
-            yield Check("token", "fix", str(refusal))
+            is_refused = not isinstance(refusal, RequestFailed) or refusal.status == 401
+            yield Check("token" if is_there and is_refused else "service", "fix", str(refusal))
         return
     yield Check("token", "ok", "the service knows it as an admin's")
     yield from _check_store(control)

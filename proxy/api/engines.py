@@ -217,8 +217,11 @@ def _replica_as_wire(replica: Replica) -> dict[str, Any]:
 health_router = APIRouter(tags=["health"], default_response_class=Response)
 
 
-class Alive(Body, json_schema_extra={"example": {"status": "ok"}}):
+class Alive(Body, json_schema_extra={"example": {"status": "ok", "service": "verbatim"}}):
+    """`service` tells this service from other programs with such a path."""
+
     status: Literal["ok"]
+    service: Literal["verbatim"]
 
 
 class Ready(Body, json_schema_extra={"example": {"status": "ready"}}):
@@ -241,7 +244,7 @@ class NotReady(
 @health_router.get("/healthz", responses={200: {"model": Alive, "description": "alive"}})
 async def check_health() -> Response:
     """Whether the process is alive. Contacts neither the store nor an engine."""
-    return json_response({"status": "ok"})
+    return json_response({"status": "ok", "service": "verbatim"})
 
 
 @health_router.get(
