@@ -141,17 +141,21 @@ def run(quick: bool) -> dict[str, Any]:
 
 
 def tables(result: dict[str, Any]) -> Sequence[Grid]:
-    tokens, operations, seconds = [], [], []
+    tokens, operations, seconds = list[Any](), list[Any](), list[Any]()
+    shown: dict[str, Callable[[Any], str]] = {
+        "tokens": lambda value: f"{value:,}",
+        "operations": lambda value: number(value / 1e12),
+    }
     for agent, found in result["agents"].items():
         ways, clock = found["ways"], found["seconds"]
         head = (agent, f"{found['first_prompt']:,}", str(found["calls"]), str(found["rows"]))
-        for rows, name, start, show in (
-            (tokens, "tokens", head, lambda value: f"{value:,}"),
-            (operations, "operations", (agent,), lambda value: number(value / 1e12)),
+        for rows, name, start in (
+            (tokens, "tokens", head),
+            (operations, "operations", (agent,)),
         ):
             least = ways["trees"][name]
             saved = [times(ways[way][name] / least) for way in ("per call", "merged")]
-            rows.append((*start, *(show(ways[way][name]) for way in COUNTED), *saved))
+            rows.append((*start, *(shown[name](ways[way][name]) for way in COUNTED), *saved))
         seconds.append(
             (agent, *(number(clock[way]) for way in MEASURED), *(times(clock[way] / clock["trees"]) for way in MEASURED[:2]))
         )

@@ -146,7 +146,8 @@ def told(run: Run, cost: Costs, scales: Sequence[int]) -> str:
 def _round(number: int) -> int:
     """To two digits: no more is known."""
     digits = max(0, len(str(number)) - 2)
-    return number // 10**digits * 10**digits
+    unit: int = 10**digits
+    return number // unit * unit
 
 
 def page_text() -> str:

@@ -280,7 +280,8 @@ def main() -> None:
     by_name = {_short(kind): kind for kind in KINDS}
     kinds = [by_name[name] for name in options.only.split(",")] if options.only else list(KINDS)
     if options.attack:
-        _attack(*options.attack, options.connections, kinds)
+        url, session_id, key = options.attack
+        _attack(url, session_id, key, options.connections, kinds)
         return
     described = machine(alone=True)
     result = run(options.seconds, options.rounds, options.connections, options.memory_mib, kinds)

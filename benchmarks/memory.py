@@ -9,6 +9,7 @@ retention would. rllm's sessions are deleted as well. What is measured is reside
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,17 @@ QUICK = {"verbatim": 100, "verbatim-token": 50, "rllm-memory": 50, "rllm-sqlite"
 Point = tuple[int, float]
 
 
+def _show(bar: Any, task: Any, done: int) -> None:
+    bar.update(task, completed=done)
+
+
 def run(quick: bool) -> dict[str, Any]:
     plan = QUICK if quick else FULL
     found = {}
     with progress() as bar:
         for name, calls in plan.items():
             task = bar.add_task(name, total=calls)
-            found[name] = _measure(name, calls, lambda done, task=task: bar.update(task, completed=done))
+            found[name] = _measure(name, calls, partial(_show, bar, task))
     return {"contenders": found}
 
 

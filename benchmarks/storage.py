@@ -109,6 +109,7 @@ def _round_trips(name: str, size: Size, connections: int, calls: int) -> dict[st
 
 
 def _counted(proxy: Proxy) -> dict[str, int]:
+    assert proxy.redis_port is not None
     with redis.Redis(port=proxy.redis_port, single_connection_client=True, protocol=2) as client:
         found: dict[str, int] = client.info("stats")
         return found
@@ -138,8 +139,8 @@ def tables(result: dict[str, Any]) -> Sequence[Grid]:
     for cell in result["round_trips"]:
         spent = (number(cell["per_call"][name]) for name in names)
         found.append((cell["contender"], cell["size"], str(cell["connections"]), *spent))
-    columns = ("path", "calls", "connections", "round trips per call", "commands", "bytes in", "bytes out")
-    return [kept, Grid("Redis per call, as Redis counts", columns, tuple(found))]
+    counted = ("path", "calls", "connections", "round trips per call", "commands", "bytes in", "bytes out")
+    return [kept, Grid("Redis per call, as Redis counts", counted, tuple(found))]
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

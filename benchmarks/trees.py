@@ -137,6 +137,7 @@ def step_trees(model: Any, parts: Iterable[TreeBatch], flex: bool, dtype: Any) -
         ).logits[0]
         table = torch.log_softmax(logits.float(), -1)
         logprobs = table[place, data.token_ids[data.trained_index]]
+        assert data.inference_logprobs is not None and data.advantages is not None
         loss = objective(logprobs, data.inference_logprobs, data.advantages[data.segment_index])
         loss.backward()
         total += float(loss.detach())

@@ -92,7 +92,7 @@ def shown(redis_server: RedisServer) -> Iterator[tuple[str, dict[str, tuple[str,
         kept.append(services)
         return Addition(APIRouter(), contextlib.nullcontext)
 
-    adding = [partial(add_rollouts, KNOWN), keep]
+    adding: list[Any] = [partial(add_rollouts, KNOWN), keep]
     settings: dict[str, Any] = {"engine_api": "token", "admission": {"groups_per_version": 8, "staleness": 8}}
     with ScriptedEngine() as engine, RunningService(engine.url, redis_server.url, adding=adding, **settings) as service:
         session = service.session(session_id=IDS[0], group_id=IDS[1], task_id=IDS[2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def test_no_secret_is_written_anywhere(data: Path, engine: ScriptedEngine, tmp_p
         (["--engine", "http://me:hidden-word@127.0.0.1:9"], {}, "hidden-word"),
     ],
 )
-def test_a_refusal_to_start_names_no_secret(data: Path, flags: list[str], variables: dict[str, str], secret: str) -> None:
+def test_a_refusal_to_start_names_no_secret(data: Path, flags: list[str], variables: dict[str, Any], secret: str) -> None:
     variables["VERBATIM_REDIS_RETRY_SECONDS"] = "0.5"
     ended = verbatim("serve", *NOWHERE, *flags, "--port", "0", "--data-dir", str(data), **variables)
     assert ended.returncode in (1, 2)
@@ -130,14 +131,15 @@ def test_tokens_are_exchanged_without_a_restart(data: Path, tmp_path: Path) -> N
             headers = {"Authorization": f"Bearer {token}"}
             return {plain_http.get(f"{service.url}/weights", headers=headers).status_code for _ in range(20)}
 
+        def opens(expected: int) -> bool:
+            return status("the-old-token-of-16") == {expected}
+
         assert status("the-old-token-of-16") == {200} and status("the-new-token-of-16") == {401}
         for text, old in (("the-old-token-of-16\nthe-new-token-of-16", 200), ("the-new-token-of-16", 401)):
             (tmp_path / "next").write_text(text)
             os.replace(tmp_path / "next", file)
             wait_until(lambda: status("the-new-token-of-16") == {200}, 120, "the new token opens")
-            wait_until(
-                lambda expected=old: status("the-old-token-of-16") == {expected}, 120, "the old token is as the file says"
-            )
+            wait_until(partial(opens, old), 120, "the old token is as the file says")
 
 
 def test_a_token_that_could_be_guessed_is_warned_of(data: Path) -> None:
@@ -160,7 +162,8 @@ def test_open_mode_needs_no_token_and_says_so(data: Path) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
 def test_open_mode_is_refused_where_other_machines_could_reach_it(data: Path, host: str) -> None:
-    for flags, variables in ((["--open"], {}), ([], {"VERBATIM_OPEN": "true"})):
+    cases: tuple[tuple[list[str], dict[str, Any]], ...] = ((["--open"], {}), ([], {"VERBATIM_OPEN": "true"}))
+    for flags, variables in cases:
         ended = verbatim("serve", *NOWHERE, *flags, "--host", host, "--port", "0", "--data-dir", str(data), **variables)
         assert ended.returncode == 2
         assert "--open" in ended.stderr and host in ended.stderr and "without a token" in ended.stderr

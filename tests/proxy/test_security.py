@@ -145,9 +145,8 @@ def carriers(secret: str | None) -> list[tuple[dict[str, str], dict[str, str]]]:
     """(headers, query) for every place where a harness may send its key."""
     if secret is None:
         return [({}, {})]
-    named = [({"Authorization": f"Bearer {secret}"}, {}), ({"x-api-key": secret}, {}), ({"x-goog-api-key": secret}, {})]
-    named += [({"api-key": secret}, {})]
-    return [*named, ({}, {"key": secret})]
+    headers = [{"Authorization": f"Bearer {secret}"}, {"x-api-key": secret}, {"x-goog-api-key": secret}, {"api-key": secret}]
+    return [*((header, {}) for header in headers), ({}, {"key": secret})]
 
 
 def ask(service: RunningService, method: str, path: str, *, headers: dict[str, str], **more: Any) -> httpx.Response:

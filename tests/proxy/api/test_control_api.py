@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -438,7 +438,7 @@ async def test_a_reward_is_a_finite_number(service: Service, body: bytes) -> Non
 
 async def test_a_session_that_failed_or_sampled_nothing_is_no_usable_member(redis_url: str) -> None:
     async with running(redis_url, group={"policy": "allow_partial", "minimum": 1}) as service:
-        group = {"group_id": "g", "group_size": 3}
+        group: dict[str, Any] = {"group_id": "g", "group_size": 3}
         await service.finished("good", **group)
         await service.session("empty", **group)
         await service.close("empty", reward=1.0)
@@ -506,7 +506,7 @@ async def test_groups_leased_for_a_caller_who_went_away_are_given_back(
     await service.finished("s0")
     reached, records = asyncio.Event(), service.services.sessions.load_records
 
-    async def slow(session_id: str) -> list[bytes]:
+    async def slow(session_id: str) -> Sequence[bytes]:
         reached.set()
         await asyncio.sleep(60)
         return await records(session_id)
@@ -604,19 +604,19 @@ async def test_a_late_reward_does_not_bring_a_session_back_that_is_being_deleted
     await service.finished("s0", 7, group_id="g", group_size=2)
     await service.session("s1", 7, group_id="g", group_size=2)
     await service.close("s1")
-    steps = {
+    steps: dict[str, Callable[[], Awaitable[Any]]] = {
         "delete": lambda: delete_session(service.services, "s1"),
         "reward": lambda: reward_session(service.services, "s1", 1.0, {}, {}, {}),
     }
-    at = (service.services.sessions, "delete") if inside == "delete" else (service.services.delivery, "fill")
-    last = getattr(*at)
+    store, name = (service.services.sessions, "delete") if inside == "delete" else (service.services.delivery, "fill")
+    last = getattr(store, name)
 
     async def interrupted(*given: Any) -> Any:
         monkeypatch.undo()
         await steps[interrupting]()
         return await last(*given)
 
-    monkeypatch.setattr(*at, interrupted)
+    monkeypatch.setattr(store, name, interrupted)
     await steps[inside]()
     assert {state: number for state, number in (await service.services.delivery.count_groups()).items() if number} == {
         "filling": 1

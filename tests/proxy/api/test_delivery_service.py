@@ -204,7 +204,7 @@ def test_the_trainers_client_knows_a_stale_group(redis_url: str) -> None:
     with RunningService(NO_ENGINE, redis_url, stale_groups="flag") as service:
         finished(redis_url, service, "s0")
         asyncio.run(advance(redis_url, 5))
-        with TrainerClient(service.url, TRAINER) as client, client.lease(max_staleness=1) as batch:  # type: ignore[union-attr]
+        with TrainerClient(service.url, TRAINER) as client, client.lease(max_staleness=1) as batch:
             assert [group.stale for group in batch.groups] == [True]
             assert batch.staleness.tolist() == [5]
 
@@ -217,7 +217,7 @@ async def advance(url: str, version: int) -> None:
 
 async def test_the_rollout_side_waits_while_too_many_groups_are_undelivered(redis_url: str) -> None:
     async with running(redis_url, max_undelivered_groups=2) as service:
-        group = {"group_id": "g", "group_size": 2}
+        group: dict[str, Any] = {"group_id": "g", "group_size": 2}
         await service.finished("a1", **group)
         await service.session("b", 7)
         refused = await service.admin.post("/sessions", json={"session_id": "c"})
@@ -298,7 +298,7 @@ async def test_a_group_whose_member_failed_follows_its_policy(
 ) -> None:
     """Waiting for a replacement, delivered without it, or dropped."""
     async with running(redis_url, group={"policy": policy}) as service:
-        group = {"group_id": "g", "group_size": 2}
+        group: dict[str, Any] = {"group_id": "g", "group_size": 2}
         await service.finished("good", **group)
         await service.session("bad", 7, **group)
         await service.close("bad", "failed", error="broke")
@@ -308,7 +308,7 @@ async def test_a_group_whose_member_failed_follows_its_policy(
 
 
 async def test_a_replacement_completes_the_group_of_a_failed_member(service: Service) -> None:
-    group = {"group_id": "g", "group_size": 2}
+    group: dict[str, Any] = {"group_id": "g", "group_size": 2}
     await service.finished("good", **group)
     await service.session("bad", 7, **group)
     await service.close("bad", "timeout")
@@ -332,7 +332,7 @@ async def service(redis_url: str) -> Any:
 
 async def test_no_group_is_begun_that_would_be_too_old_when_it_is_leased(redis_url: str) -> None:
     """Two groups a version, at most one version behind, two proxies: four groups are let in, and two more per push."""
-    rules = {"admission": {"groups_per_version": 2, "staleness": 1}}
+    rules: dict[str, Any] = {"admission": {"groups_per_version": 2, "staleness": 1}}
     async with running(redis_url, **rules) as one, running(redis_url, **rules) as two:
         for number in range(4):
             await (one, two)[number % 2].finished(f"s{number}")
@@ -367,7 +367,7 @@ async def test_a_session_is_held_until_it_may_be_opened(
         while calls_of(redis_server, "evalsha") < goal:
             await asyncio.sleep(0.01)
 
-    rules = {"admission": {"groups_per_version": 1, "staleness": 0}, "admission_hold_seconds": 600}
+    rules: dict[str, Any] = {"admission": {"groups_per_version": 1, "staleness": 0}, "admission_hold_seconds": 600}
     async with running(redis_url, **rules) as service:
         await service.finished("s0")
         held = asyncio.create_task(service.admin.post("/sessions", json={"session_id": "s1"}))
@@ -384,7 +384,7 @@ async def test_a_session_is_held_until_it_may_be_opened(
 
 def test_a_held_session_whose_caller_hung_up_is_not_opened(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy.api.admission.RETRY_SECONDS", 0.05)
-    rules = {"admission": {"groups_per_version": 1, "staleness": 0}, "admission_hold_seconds": 600}
+    rules: dict[str, Any] = {"admission": {"groups_per_version": 1, "staleness": 0}, "admission_hold_seconds": 600}
     with RunningService(NO_ENGINE, redis_url, **rules) as service:
         finished(redis_url, service, "s0")
 

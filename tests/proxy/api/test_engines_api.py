@@ -170,7 +170,7 @@ def test_only_the_admin_may_look_at_engines_and_change_them(redis_url: str) -> N
 
 def test_the_command_line_lists_adds_and_removes(engine: ScriptedEngine, redis_url: str) -> None:
     with RunningService([NOBODY], redis_url) as service:
-        where = {"VERBATIM_URL": service.url, "VERBATIM_ADMIN_TOKEN": ADMIN, "COLUMNS": "200"}
+        where: dict[str, Any] = {"VERBATIM_URL": service.url, "VERBATIM_ADMIN_TOKEN": ADMIN, "COLUMNS": "200"}
         added = verbatim("engines", "add", f"judge={engine.url}", **where)
         assert (added.returncode, added.stdout) == (0, f"{name(engine)} added to judge\n"), added.stderr
         wait_until(lambda: serves(service, engine), 60, "it serves")

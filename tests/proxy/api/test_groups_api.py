@@ -74,7 +74,7 @@ def test_groups_are_listed_newest_first_searched_and_for_the_admin_alone(service
 
 def test_the_command_line_lists_and_shows_groups(service: RunningService) -> None:
     session = service.session(group_id="task-7", group_size=2)
-    where = {"VERBATIM_URL": service.url, "VERBATIM_ADMIN_TOKEN": ADMIN, "COLUMNS": "200"}
+    where: dict[str, Any] = {"VERBATIM_URL": service.url, "VERBATIM_ADMIN_TOKEN": ADMIN, "COLUMNS": "200"}
     listed = verbatim("groups", "list", **where)
     assert "task-7" in listed.stdout and "0/2" in listed.stdout and "1 open, 1 not opened yet" in listed.stdout, listed.stderr
     shown = verbatim("groups", "show", "task-7", **where)

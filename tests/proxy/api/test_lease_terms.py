@@ -232,7 +232,7 @@ def test_a_session_that_lost_more_than_its_group_allows_is_not_usable(
 ) -> None:
     """One token of five is lost."""
     with serving(redis_url, group={"max_quarantined_share": of_service}) as service:
-        rule = {} if of_session is None else {"max_quarantined_share": of_session}
+        rule: dict[str, Any] = {} if of_session is None else {"max_quarantined_share": of_session}
         closed(service, redis_url, working("s", middle=UNTRAINED), group_policy="drop", **rule)
         assert (leased(service).keys() == {"s"}) == usable
 

@@ -178,10 +178,15 @@ def test_a_list_of_numbers_has_the_same_bytes_in_pieces(monkeypatch: pytest.Monk
     """The old bug: 50,000 numbers were a list of Python's, which the collector looked through and the encoder held the lock for."""
     encoder: Any = msgspec.json if form is Encoding.JSON else msgspec.msgpack
     encode, sizes = encoder.encode, [0]
+
+    def encode_part(part: Any) -> Any:
+        sizes.append(len(part))
+        return encode(part)
+
     ids = np.arange(size, dtype=np.int32) * 37 % 151_936
     for array in (ids, ids.astype(np.float32) / -3, (ids % 2).astype(np.int8)):
         whole = encode(array.tolist())
         with monkeypatch.context() as patch:
-            patch.setattr(encoder, "encode", lambda part: sizes.append(len(part)) or encode(part))
+            patch.setattr(encoder, "encode", encode_part)
             assert bytes(leased_rows.spell_numbers(array, form)) == whole
     assert max(sizes) == min(size, leased_rows.SPELLED_NUMBERS)

@@ -140,7 +140,8 @@ def documented() -> set[tuple[str, str, int]]:
 
 def test_each_documented_answer_is_given_and_is_as_documented(running: RunningService, tmp_path: Path) -> None:
     walk = Walk(running)
-    session, ask = {"session_id": "walked"}, "/sessions/{session_id}"
+    session: dict[str, Any] = {"session_id": "walked"}
+    ask = "/sessions/{session_id}"
     walk("post", "/sessions", 201, {**session, "group_id": "g", "metadata": {"a": 1}, "sampling": {"temperature": 0.5}})
     running.request("DELETE", "/sessions/walked")
     harness = running.session(**session, group_id="g", metadata={"a": 1}, sampling={"temperature": 0.5, "top_logprobs": 2})
@@ -292,7 +293,7 @@ asked = (
 
 # The service runs in this process, and a thread of its own may draw a random number while hypothesis generates.
 @pytest.mark.filterwarnings("ignore:Do not use the `random` module:hypothesis.errors.HypothesisDeprecationWarning")
-@asked.parametrize()
+@asked.parametrize()  # type: ignore[untyped-decorator]
 @settings(
     max_examples=EXAMPLES,
     deadline=None,

@@ -468,7 +468,7 @@ def test_a_session_as_it_is_shown_has_every_field_and_is_the_same_session_again(
 
 def test_a_session_keeps_its_budget_in_the_archive(service: RunningService, tmp_path: Path) -> None:
     """Without it, rows that the budget cut would be whole ones after an import, and the session another one than before."""
-    budget = {"max_calls": 9, "max_completion_tokens": 4_000, "max_total_tokens": 50_000}
+    budget: dict[str, Any] = {"max_calls": 9, "max_completion_tokens": 4_000, "max_total_tokens": 50_000}
     talked(service, session_id="bounded", **budget)
     export(service, tmp_path)
     assert "1 were there already" in imported(service, tmp_path)

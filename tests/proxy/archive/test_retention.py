@@ -414,7 +414,7 @@ async def test_a_lost_store_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_service_with_retention_archives_by_itself(redis_server: RedisServer, redis_url: str, tmp_path: Path) -> None:
-    variables = {"VERBATIM_RETENTION": json.dumps({"archive_dir": str(tmp_path / "archive"), "seconds": 0.1})}
+    variables: dict[str, Any] = {"VERBATIM_RETENTION": json.dumps({"archive_dir": str(tmp_path / "archive"), "seconds": 0.1})}
     with (
         ScriptedEngine("qwen3") as engine,
         Serving("--engine", engine.url, "--redis", redis_url, data_dir=tmp_path / "data", **variables) as serving,

@@ -114,7 +114,7 @@ class Harness:
 
     def break_off(self, body: dict[str, Any]) -> None:
         """The connection to the engine breaks, or the engine says that it fails, after two tokens."""
-        after = {self.random.choice(["break_after", "error_after"]): 2}
+        after: dict[str, Any] = {self.random.choice(["break_after", "error_after"]): 2}
         self.engine.say(Say(self.words(), **after))
         self.fail(body)
 

@@ -93,7 +93,7 @@ def test_a_run_whose_last_reply_calls_a_tool_was_ended_by_its_budget_though_nobo
 
 @pytest.mark.parametrize("asked", [{}, {"max_tokens": 100}, {"max_tokens": 3}])
 def test_no_more_tokens_are_sampled_than_the_budget_holds(
-    engine: ScriptedEngine, service: RunningService, asked: dict[str, int]
+    engine: ScriptedEngine, service: RunningService, asked: dict[str, Any]
 ) -> None:
     session, limit = service.session(max_completion_tokens=10), 10
     engine.say(LONG, LONG, LONG, LONG)
@@ -238,6 +238,7 @@ def test_a_call_waits_for_tokens_that_another_may_not_need(engine: ScriptedEngin
 async def test_what_a_killed_process_reserved_is_free_again(engine: ScriptedEngine, token_service: RunningService) -> None:
     """Its calls are begun for good, and nobody will record them."""
     session = token_service.session(max_calls=1, max_completion_tokens=30)
+    assert token_service.settings.redis is not None
     store = StoreConnection(token_service.settings.redis)
     try:
         killed = SessionStore(store, "a process that never beats")

@@ -253,6 +253,7 @@ def test_a_number_that_no_record_can_hold_is_refused_before_anything_is_sampled(
     engine: ScriptedEngine, service: RunningService, path: str, field: str, number: int
 ) -> None:
     """The record was made after the reply was sampled, and could not be written: 500, and an intent without an end."""
+    body: dict[str, Any]
     session, value = service.session(), {"7": number} if field == "logit_bias" else number
     if path == GEMINI:
         body = {"contents": [{"parts": [{"text": "q"}]}], "generationConfig": {field: value}}
@@ -325,7 +326,7 @@ def test_the_control_side_never_fails_inside(token_service: RunningService) -> N
                 for item in operation.get("parameters", ())
                 if item["in"] == "query" and dice.random() < 0.6
             }
-            schema = next(iter(operation.get("requestBody", {}).get("content", {}).values()), {}).get("schema")
+            schema = next(iter(operation.get("requestBody", {}).get("content", {}).values()), {"schema": None}).get("schema")
             body = value_for(dice, schema, components) if schema else dice.choice(ODD)
             headers = {"authorization": f"Bearer {ADMIN}", "content-type": "application/json"}
             url = service.url + path

@@ -15,8 +15,8 @@ from openai import APIStatusError
 
 from proxy.app import Addition
 from proxy.call.draft import Draft
-from proxy.call.hooks import NO_HOOKS, CallHook, choose_hooks
-from proxy.call.phases import Arrival, Sampled
+from proxy.call.hooks import CallHook, choose_hooks
+from proxy.call.phases import NO_HOOKS, Arrival, Sampled
 from proxy.dialects.base import Request
 from proxy.engine.replica import Replica
 from proxy.errors import Conflict, RequestError
@@ -61,7 +61,7 @@ def stage(request: pytest.FixtureRequest, redis_server: RedisServer) -> Iterator
 
     def add(services: Services, _: Any) -> Addition:
         services.hooks = (*services.hooks, meddler)
-        return Addition(APIRouter(), contextlib.nullcontext)  # type: ignore[arg-type]
+        return Addition(APIRouter(), contextlib.nullcontext)
 
     with (
         ScriptedEngine("qwen3") as engine,
@@ -91,7 +91,7 @@ def ask(session: Session, *, stream: bool) -> int:
         if stream:
             list(answer)
     except APIStatusError as error:
-        return error.status_code
+        return int(error.status_code)
     except Exception as error:
         assert stream, error
     return 200

@@ -303,7 +303,7 @@ def test_nothing_that_is_shared_with_later_requests_is_changed_by_reading_them()
     assert fields["tools"] == tools
     for turn in range(2, 5):
         draft, request, _ = read(session, "chat", chat(*["a"] * turn, tools=tools, tool_choice="auto"))
-        assert request is not None and request.tools is first[1].tools  # type: ignore[union-attr]
+        assert request is not None and request.tools is first[1].tools
         draft.keep()
     assert session.memos.find(one_by_one(READ))[0].raw.fields == fields
 

@@ -120,7 +120,7 @@ def play(engine: ScriptedEngine, redis_url: str, *, api: str, memo: bool) -> tup
     time, and the service is restarted in the middle."""
     engine.reset()
     engine.script = lambda generation, index: engine.family.speak(f"answer {len(engine.generations)}", reasoning="hm ")
-    order, agents = random.Random(5), []
+    order, agents = random.Random(5), list[Agent]()
     names: dict[str, str] = {}
     settings: dict[str, Any] = {"session_memo": memo, **({"session_cache": 1} if memo else {})}
 
@@ -129,8 +129,7 @@ def play(engine: ScriptedEngine, redis_url: str, *, api: str, memo: bool) -> tup
             order.choice(agents).turn()
 
     with RunningService(engine.url, redis_url, engine_api=api, **settings) as service:
-        for number, agent in enumerate(AGENTS):
-            agents.append(agent(service.session(), number))
+        agents.extend(kind(service.session(), number) for number, kind in enumerate(AGENTS))
         some_turns(service)
     with RunningService(engine.url, redis_url, engine_api=api, **settings) as service:
         for agent in agents:

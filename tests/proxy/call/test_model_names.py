@@ -199,7 +199,7 @@ def test_a_fork_that_asks_by_another_name_of_the_policy_does_not_diverge(
 
 
 def test_a_stored_response_has_the_name_that_it_was_asked_by(engine: ScriptedEngine, token_service: RunningService) -> None:
-    session, responses = token_service.session(), []
+    session, responses = token_service.session(), list[Any]()
     for name in ("opus", "haiku", "haiku"):
         engine.say("reply")
         more = {"previous_response_id": responses[-1].id} if responses else {}

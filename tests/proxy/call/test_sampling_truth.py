@@ -281,6 +281,7 @@ def test_a_trainers_lease_has_them(engine: ScriptedEngine, token_service: Runnin
             check_routed(row)
             data = batch.padded()
     assert set(data.logprob_modes[data.loss_mask]) == {LOGPROB_MODES.index("raw")}
+    assert data.routed_experts is not None
     np.testing.assert_array_equal(data.routed_experts[0], row.details.routed_experts if row.details else 0)
 
 
@@ -494,7 +495,7 @@ def test_a_service_can_train_on_one_mode_only(engine: ScriptedEngine, own_redis:
 
 def test_logits_cannot_be_asked_for() -> None:
     with pytest.raises(ValidationError):
-        Settings(train_logprob_modes=["logits"])  # type: ignore[list-item]
+        Settings(train_logprob_modes=["logits"])
 
 
 # Reading what an engine says

@@ -259,7 +259,7 @@ def test_metrics_tell_whether_calls_found_their_session_in_memory(
 
     def add(services: Services, _: Any) -> Addition:
         held.append(services.cache)
-        return Addition(APIRouter(), contextlib.nullcontext)  # type: ignore[arg-type]
+        return Addition(APIRouter(), contextlib.nullcontext)
 
     settings: dict[str, Any] = {"adding": [add], "engine_api": "token", "session_cache_bytes": room}
     with RunningService(engine.url, redis_server.url, **settings) as service:
@@ -274,8 +274,8 @@ def test_metrics_tell_whether_calls_found_their_session_in_memory(
         where: re.search(rf'^verbatim_session_opens_total{{found="{where}"}} (\S+)$', page, re.MULTILINE) for where in found
     }
     assert {where: float(each[1]) for where, each in told.items() if each} == found
-    held, limit = re.findall(r"^verbatim_session_memory_(?:limit_)?bytes (\S+)$", page, re.MULTILINE)
-    assert float(held) <= float(limit) and (float(held) > 0) == (room is None)
+    used, limit = map(float, re.findall(r"^verbatim_session_memory_(?:limit_)?bytes (\S+)$", page, re.MULTILINE))
+    assert used <= limit and (used > 0) == (room is None)
 
 
 def test_a_session_that_others_left_room_for_only_in_part_is_read_anew_from_its_request_and_not_from_the_store(

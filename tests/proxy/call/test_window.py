@@ -87,7 +87,7 @@ def test_what_no_prompt_need_show_is_left_to_the_engine(engine: ScriptedEngine, 
     assert read_by(engine) == ["/v1/chat/completions/render"]
 
 
-@given(st.text(st.characters(exclude_categories=("Cs",)), max_size=300), st.integers(1, 4))
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=300), st.integers(1, 4))
 def test_a_text_of_as_many_tokens_as_the_window_is_never_refused(text: str, window: int) -> None:
     tokens = [text.encode()[at : at + TOKEN_BYTES] for at in range(0, len(text.encode()), TOKEN_BYTES)]
     if len(tokens) <= window:
@@ -103,7 +103,7 @@ def test_a_text_is_refused_by_a_byte_too_much_and_says_how_many_tokens_it_has_at
 
 
 def test_texts_are_found_in_both_forms_of_content() -> None:
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "system", "content": "a"},
         {"role": "user", "content": ["b", {"type": "text", "text": "c"}, {"type": "image", "digest": "d"}]},
         {"role": "assistant", "content": "e"},

@@ -217,7 +217,7 @@ def test_the_stop_string_and_what_may_become_it_leave_the_text_but_not_the_ids(
 
 def test_what_the_harness_asks_of_the_sampling_reaches_the_engine(engine: ScriptedEngine, service: RunningService) -> None:
     session = service.session()
-    asked = {"temperature": 0.5, "top_p": 0.9, "seed": 7, "presence_penalty": 0.25, "frequency_penalty": 0.5}
+    asked: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "seed": 7, "presence_penalty": 0.25, "frequency_penalty": 0.5}
     asked |= {"logit_bias": {"5": -100}, "user": "u"}
     complete(session, "the cat", **asked, extra_body={"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.5})
     sampling = engine.last.sampling
@@ -488,7 +488,7 @@ def test_a_request_it_does_not_take_is_refused_by_name_and_recorded_nowhere(
     error = raised.value.body
     assert isinstance(error, dict)
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
-    assert session.calls == engine.generations == []
+    assert session.calls == [] and engine.generations == []
 
 
 @pytest.mark.parametrize("prompt", ["q " * 900, [40] * 900])
@@ -531,7 +531,7 @@ def test_an_engine_without_completions_is_said_to_take_none(redis_server: RedisS
 
 @pytest.mark.parametrize("breaking", [{"break_after": 1}, {"error_after": 1}])
 def test_a_stream_that_the_engine_breaks_off_is_recorded_and_ends_in_an_error(
-    engine: ScriptedEngine, service: RunningService, breaking: dict[str, int]
+    engine: ScriptedEngine, service: RunningService, breaking: dict[str, Any]
 ) -> None:
     engine.say(Say("hello world", **breaking))
     session = service.session()
@@ -578,7 +578,7 @@ def test_a_reply_cut_in_mid_stream_is_gone_on_from(engine: ScriptedEngine, token
 
 
 def test_offsets_go_on_where_the_last_piece_ended() -> None:
-    entries = [
+    entries: list[dict[str, Any]] = [
         {"token": "ab", "logprob": -1.0, "top_logprobs": [{"token": "ab", "logprob": -1.0}]},
         {"token": "c", "logprob": None},
     ]

@@ -68,7 +68,7 @@ def user(*parts: Any) -> dict[str, Any]:
     return {"role": "user", "parts": list(parts)}
 
 
-def text(said: str, **more: Any) -> dict[str, Any]:
+def text(said: object, **more: Any) -> dict[str, Any]:
     return {"text": said, **more}
 
 
@@ -645,7 +645,7 @@ def test_a_stream_without_sse_is_a_json_array_whatever_happens() -> None:
 
 
 @pytest.mark.parametrize("query", [{"alt": "sse"}, {}])
-def test_a_stream_opens_with_an_empty_text_before_any_of_its_own_is_certain(query: dict[str, str]) -> None:
+def test_a_stream_opens_with_an_empty_text_before_any_of_its_own_is_certain(query: dict[str, Any]) -> None:
     stream = DIALECT.open_stream(parsed({"contents": HI}, method="streamGenerateContent", **query), CALL_ID, 0, 0)
     opened = stream.open()
     (chunk,) = chunks_of(opened) if query else json.loads(opened + b"]")

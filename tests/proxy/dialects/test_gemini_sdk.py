@@ -88,7 +88,7 @@ def config(**fields: Any) -> types.GenerateContentConfig:
 THINKING = types.ThinkingConfig(include_thoughts=True)
 
 
-def parts(response: types.GenerateContentResponse, index: int = 0) -> list[types.Part]:
+def parts(response: types.GenerateContentResponse, index: int = 0) -> Any:
     assert response.candidates
     candidate = response.candidates[index]
     assert candidate.content and candidate.content.role == "model" and candidate.content.parts
@@ -450,7 +450,7 @@ def test_a_replay_comes_back_to_its_node_whatever_the_client_drops(
     tools = [json.loads(LOOKUP.model_dump_json(by_alias=True, exclude_none=True))]
     contents: list[dict[str, Any]] = [{"role": "user", "parts": [{"text": "find them"}]}]
     for turn in range(4):
-        body = {"contents": HABITS[habit](contents), "tools": tools}
+        body: dict[str, Any] = {"contents": HABITS[habit](contents), "tools": tools}
         body["generationConfig"] = {"thinkingConfig": {"includeThoughts": True}}
         said = replied(session, body, streamed)
         contents.append({"role": "model", "parts": said})
@@ -622,7 +622,7 @@ def test_a_stream_that_breaks_off_is_no_finished_reply(
     session = service.session()
     chat = client_of(session).chats.create(model="policy")
     engine.say(Say("fishing in the river and more of it", break_after=6))
-    told = []
+    told: list[types.GenerateContentResponse] = []
     with pytest.raises(errors.ServerError) as broken:
         told.extend(chunk for chunk in chat.send_message_stream("hi"))
     assert (broken.value.code, broken.value.status) == (502, "UNAVAILABLE")

@@ -147,7 +147,7 @@ def cut(draw: st.DrawFn, text: str) -> list[str]:
 
 
 @st.composite
-def merged(draw: st.DrawFn, pieces: list[Delta]) -> list[Delta]:
+def merged(draw: Any, pieces: list[Delta]) -> list[Delta]:
     """Some neighbours as one delta, as an engine that says more than one thing at a time."""
     made: list[Delta] = []
     for piece in pieces:

@@ -640,8 +640,11 @@ def test_a_harness_that_goes_away_ends_the_call(service: RunningService, engine:
         with agent.client.messages.stream(**asked) as stream:
             next(iter(stream.text_stream))
         ended = [{"finish_reason": "abort", "status": "aborted"}]
-        shown = lambda: [{key: call[key] for key in ended[0]} for call in agent.session.calls]  # noqa: E731
-        wait_until(lambda: shown() == ended, 120, "the call is recorded as cut")
+        wait_until(
+            lambda: [{key: call[key] for key in ended[0]} for call in agent.session.calls] == ended,
+            120,
+            "the call is recorded as cut",
+        )
 
 
 # Counting and listing

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -146,7 +146,7 @@ class CountingDialect(ChatDialect):
 
     name = "counting"
     client = "counting"
-    endpoints = tuple(each for each in dialects()["messages"].endpoints if each.action == "count")
+    endpoints: ClassVar[Any] = tuple(each for each in dialects()["messages"].endpoints if each.action == "count")
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,7 @@ def test_a_body_that_grows_beyond_a_bound_is_refused_as_one_that_comes_at_once(i
 
 
 def test_a_large_body_that_stays_within_the_bounds_goes_on_the_fast_way() -> None:
-    items = [{"text": "x" * MAX_VALUES}, {"more": "y" * MAX_VALUES}]
+    items: list[dict[str, Any]] = [{"text": "x" * MAX_VALUES}, {"more": "y" * MAX_VALUES}]
     memo = split_body(json.dumps({"messages": items}).encode(), "messages").remember()
     assert memo is not None
     for _ in range(2):

@@ -70,7 +70,7 @@ def test_a_lone_surrogate_in_tool_output_is_taken_and_the_next_turn_continues(re
     with ScriptedEngine("qwen3") as engine, RunningService(engine.url, redis_url) as service:
         session = service.session()
         engine.say("hello")
-        history = [
+        history: list[dict[str, Any]] = [
             {"role": "user", "content": "q"},
             {"role": "assistant", "content": None, "tool_calls": [_call("call_1")]},
             {"role": "tool", "tool_call_id": "call_1", "content": "SURROGATE"},

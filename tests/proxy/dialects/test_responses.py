@@ -284,7 +284,7 @@ def test_nothing_is_marked_of_a_response_that_is_not_stored() -> None:
 
 # Items and messages, both ways
 
-texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | texts,
     lambda inner: st.lists(inner) | st.dictionaries(texts, inner),

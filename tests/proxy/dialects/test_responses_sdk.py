@@ -390,7 +390,7 @@ def test_a_stored_response_is_what_was_sent(engine: ScriptedEngine, token_servic
     ]
     engine.say(engine.family.speak("let me see", reasoning="think", calls=calls), "done")
     session = token_service.session()
-    tools = [LOOKUP, PATCH, AGENTS, SHELL]
+    tools: list[dict[str, Any]] = [LOOKUP, PATCH, AGENTS, SHELL]
     fields: dict[str, Any] = {"tools": tools, "reasoning": {"summary": "auto", "effort": "low"}, "instructions": "be brief"}
     response = ask(session, stream, input="q", include=["reasoning.encrypted_content"], temperature=0.5, **fields)
     found = session.client.responses.retrieve(response["id"]).to_dict()
@@ -508,7 +508,7 @@ def test_a_full_context_is_said_in_the_stream(engine: ScriptedEngine, token_serv
 
 @pytest.mark.parametrize("fault", [{"break_after": 3}, {"error_after": 3}])
 def test_a_reply_that_breaks_off_fails_and_its_tokens_are_kept(
-    engine: ScriptedEngine, token_service: RunningService, fault: dict[str, int]
+    engine: ScriptedEngine, token_service: RunningService, fault: dict[str, Any]
 ) -> None:
     engine.say(Say(text="hello world in Paris is sunny", seconds_per_token=0.05, **fault))
     session = token_service.session()
@@ -560,7 +560,7 @@ def agent_on(session: Session, client: AsyncOpenAI, **settings: Any) -> agents.A
     # Takes a second or two, and is needed by one test.
     import agents
 
-    @agents.function_tool
+    @agents.function_tool  # type: ignore[untyped-decorator]
     def lookup(key: str) -> str:
         """Looks a key up."""
         return f"the value of {key}"

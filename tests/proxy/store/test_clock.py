@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ def test_leases_and_groups_outlive_a_service_whose_clock_is_days_off(
     monkeypatch.setattr(closing, "SWEEP_SECONDS", 0.05)
     own = time.time
     with RunningService(engine.url, redis_url, group={"timeout_seconds": 3600.0}) as service:
-        group = {"group_id": "half", "group_size": 2}
+        group: dict[str, Any] = {"group_id": "half", "group_size": 2}
         first, second = service.session(**group), service.session(**group)
         first.ask("q")
         first.close(reward=1.0)
@@ -46,7 +47,7 @@ def test_leases_and_groups_outlive_a_service_whose_clock_is_days_off(
 
         monkeypatch.setattr(time, "time", lambda: own() + apart)
         with RunningService(engine.url, redis_url, group={"timeout_seconds": 3600.0}, session_idle_seconds=3600.0) as off:
-            services = off._server.config.app._services  # type: ignore[union-attr]
+            services = off._server.config.app._services
             swept: list[int] = []
             tend = services.delivery.tend
 

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from urllib.parse import quote
@@ -237,7 +238,7 @@ async def test_without_one_of_its_servers_a_cluster_is_unavailable_until_it_is_b
             try:
                 for server in cluster.primaries:
                     if server is not lost:
-                        until(lambda server=server: b"cluster_state:fail" in ask(server, "CLUSTER", "INFO"))
+                        until(partial(in_state, server, b"fail"))
                 store.connection.timeout_seconds = 0.3
                 commit = asyncio.create_task(store.sessions.commit(elsewhere, "c0", {"c0": b"record 0"}))
                 for number in range(6):
@@ -249,7 +250,7 @@ async def test_without_one_of_its_servers_a_cluster_is_unavailable_until_it_is_b
             finally:
                 lost.process.send_signal(signal.SIGCONT)
             for server in cluster.primaries:
-                until(lambda server=server: b"cluster_state:ok" in ask(server, "CLUSTER", "INFO"))
+                until(partial(in_state, server, b"ok"))
         store.connection.timeout_seconds = 60.0
         await recovered(store)
         assert await commit == 1
@@ -485,6 +486,10 @@ def named_master(sentinel: RedisServer) -> int:
 
 def offset(server: RedisServer) -> bytes:
     return next(line for line in info(server).splitlines() if line.startswith(b"master_repl_offset"))
+
+
+def in_state(server: RedisServer, state: bytes) -> bool:
+    return b"cluster_state:" + state in ask(server, "CLUSTER", "INFO")
 
 
 def until(happened: Callable[[], bool], seconds: float = 60.0) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -82,7 +83,7 @@ async def test_a_row_is_measured_on_the_line_of_its_own_policy(store: Store) -> 
     """The default policy is at version 100, b at 5: a row of b at 4 is one version old."""
     await fill(store, "old", member("s1", 90))
     await fill(store, "new", member("s2", b=4))
-    lines = {"oldest_version": 98, "version": 100, "named": {"b": PolicyLine(5, 3)}}
+    lines: dict[str, Any] = {"oldest_version": 98, "version": 100, "named": {"b": PolicyLine(5, 3)}}
     assert await given(store, "t", max_groups=9, **lines) == ["new"]
     assert await counted(store) == {"stale": 1, "leased": 1}
     lines["named"] = {"b": PolicyLine(9, 7)}
@@ -97,7 +98,7 @@ async def test_a_row_is_measured_on_the_line_of_its_own_policy(store: Store) -> 
 
 async def test_rows_too_old_of_one_policy_do_not_keep_those_of_another(store: Store) -> None:
     await fill(store, "both", member("s1", 7, b=0))
-    strict = {"oldest_version": 5, "version": 7, "named": {"b": PolicyLine(5, 4)}}
+    strict: dict[str, Any] = {"oldest_version": 5, "version": 7, "named": {"b": PolicyLine(5, 4)}}
     assert await given(store, "t", policy="b", **strict) == []
     assert await given(store, "t", **strict) == [], "as a whole it is too old"
     assert await given(store, "t", policy="", **strict) == ["both"]
@@ -106,7 +107,7 @@ async def test_rows_too_old_of_one_policy_do_not_keep_those_of_another(store: St
 
 async def test_stale_rows_of_one_policy_are_dropped_alone_where_that_is_set(store: Store) -> None:
     await fill(store, "both", member("s1", 7, b=0))
-    strict = {"oldest_version": 5, "version": 7, "named": {"b": PolicyLine(5, 4)}, "stale_groups": "drop"}
+    strict: dict[str, Any] = {"oldest_version": 5, "version": 7, "named": {"b": PolicyLine(5, 4)}, "stale_groups": "drop"}
     assert await given(store, "t", policy="b", **strict) == []
     assert await counted(store) == {"ready": 1, "dropped": 1}
     assert await given(store, "t", **strict) == ["both"]
@@ -220,7 +221,7 @@ async def test_a_session_is_let_in_when_no_policy_would_be_too_far_ahead(store: 
 async def test_every_policys_rows_of_every_group_are_acknowledged_once_whoever_leases_them(store: Store, seed: int) -> None:
     """Random groups of three policies; trainers of one policy and of all; leases that are kept, given back, or expire."""
     chance, names = random.Random(seed), ["", "b", "c"]
-    lines = {"named": {"b": PolicyLine(0), "c": PolicyLine(0)}}
+    lines: dict[str, Any] = {"named": {"b": PolicyLine(0), "c": PolicyLine(0)}}
     made: set[tuple[str, str]] = set()
     held: dict[str, list[tuple[str, str]]] = {}
     acknowledged: list[tuple[str, str]] = []

@@ -127,7 +127,7 @@ def is_ready(service: RunningService) -> bool:
 
 @each_fault
 def test_between_service_and_store_nothing_is_lost_and_all_is_well_afterwards(fault: str) -> None:
-    patience = {"redis_timeout_seconds": 0.5, "redis_retry_seconds": 1.0}
+    patience: dict[str, Any] = {"redis_timeout_seconds": 0.5, "redis_retry_seconds": 1.0}
     with (
         ScriptedEngine("qwen3") as engine,
         running_redis() as redis,

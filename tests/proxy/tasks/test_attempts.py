@@ -19,6 +19,7 @@ from proxy.errors import EngineUnavailable
 from proxy.store.connection import StoreConnection
 from proxy.store.tasks.tasks import TaskStore
 from proxy.tasks import attempts as module
+from proxy.tasks import members
 from proxy.tasks.takes import Takes
 from rollout.attempts_client import AttemptsClient
 from tests.support.runtimes.rollout_stores import ROOM, WELL, Node, Stores
@@ -227,7 +228,7 @@ async def test_a_verdict_is_fixed_before_its_session_is_closed(
     await stores.submit()
     a = AskedWork(http, "a")
     attempt = (await must_take(a)).attempt
-    closing, failures = module.close_member, iter([EngineUnavailable("away")])
+    closing, failures = members.close_member, iter([EngineUnavailable("away")])
 
     async def failing(*args: Any) -> None:
         if (failure := next(failures, None)) is not None:

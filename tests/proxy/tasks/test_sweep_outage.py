@@ -40,10 +40,12 @@ class Outages:
     """What sent each command since the last change."""
 
     async def run(self, script: Script, keys: Sequence[str], args: Sequence[Argument], **how: bool) -> Any:
-        return await self._tried() or await self.real.run(script, keys, args, **how)
+        await self._tried()
+        return await self.real.run(script, keys, args, **how)
 
     async def execute(self, *command: Argument, key: str | None = None) -> Any:
-        return await self._tried() or await self.real.execute(*command, key=key)
+        await self._tried()
+        return await self.real.execute(*command, key=key)
 
     async def _tried(self) -> None:
         self.tried.append(asyncio.current_task())

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +194,7 @@ async def test_cancelling_closes_the_sessions_and_wins_over_a_late_result(
         cancelled = service.request("DELETE", "/tasks/late").json()
         assert (cancelled["status"], cancelled["cancelled_now"]) == ("cancelled", [0, 1, 2])
     for session_id in ("late.0.1", "late.1.1", "late.2.0"):
-        await asyncio.to_thread(wait_until, lambda s=session_id: status_of(service, s) == "cancelled", SECONDS, "it is closed")
+        await asyncio.to_thread(wait_until, partial(is_cancelled, service, session_id), SECONDS, "it is closed")
     assert service.request("GET", "/sessions/late.0.1").json()["reward"] is None, "another one in the place of the first"
     dead = "/batches/dead?reason=0 of 3"
     await asyncio.to_thread(wait_until, lambda: get(service, dead)["dead_letters"], SECONDS, "nobody waits for the group")
@@ -207,8 +208,9 @@ async def test_the_sweeper_is_let_in_whatever_the_tokens_are(
     redis_server.flushall()
     monkeypatch.setenv("VERBATIM_TASK_SWEEP_SECONDS", "0.05")
     (tmp_path / "tokens").write_text(f"# of the test\n{ADMIN}\n")
-    rule = {"open": True} if kind == "open" else {"admin_token": {"file": tmp_path / "tokens"}}
-    with serving_tasks(redis_server.url, **{"admin_token": None, "trainer_token": None, **rule}) as running:
+    rule: dict[str, Any] = {"admin_token": None, "trainer_token": None}
+    rule |= {"open": True} if kind == "open" else {"admin_token": {"file": tmp_path / "tokens"}}
+    with serving_tasks(redis_server.url, **rule) as running:
         submit(running, task_id="t")
         async with at(redis_server) as stores, attempts_of(running, "a") as attempts:
             node = stores.node("a")
@@ -217,6 +219,10 @@ async def test_the_sweeper_is_let_in_whatever_the_tokens_are(
             await node.work.advance(taken.attempt, "running", time.time(), {"session_id": taken.attempt.session_id})
             await stores.tasks.cancel("t", time.time())
         await asyncio.to_thread(wait_until, lambda: status_of(running, "t.0.1") == "cancelled", SECONDS, "it is closed")
+
+
+def is_cancelled(service: RunningService, session_id: str) -> bool:
+    return status_of(service, session_id) == "cancelled"
 
 
 def status_of(service: RunningService, session_id: str) -> str | None:
@@ -228,8 +234,8 @@ async def test_a_tasks_echo_policy_is_that_of_its_sessions(redis_server: RedisSe
     """Left out, it is the service's own; an unknown one is refused by name."""
     redis_server.flushall()
     with serving_tasks(redis_server.url, echo_policy="minted") as running:
-        for task_id, said in (("own", {"echo_policy": "strict"}), ("services", {})):
-            assert submit(running, task_id=task_id, **said)["task"]["echo_policy"] == said.get("echo_policy")
+        assert submit(running, task_id="own", echo_policy="strict")["task"]["echo_policy"] == "strict"
+        assert submit(running, task_id="services")["task"]["echo_policy"] is None
         async with at(redis_server) as stores, attempts_of(running, "a") as attempts:
             for _ in range(2):
                 taken = await stores.node("a").must_take()

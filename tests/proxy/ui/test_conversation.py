@@ -17,10 +17,8 @@ from tests.support.sessions.calls import call
 
 def read(calls: Sequence[CallSummary]) -> str:
     """The conversation in one line: forks stand in parentheses."""
-    return " ".join(
-        {"turn": lambda item: str(item.number), "begin": lambda _: "(", "end": lambda _: ")"}[kind](item)
-        for kind, item in arrange(calls).walk()
-    )
+    shown = {"begin": "(", "end": ")"}
+    return " ".join(shown.get(kind) or str(item.number) for kind, item in arrange(calls).walk())
 
 
 def test_a_conversation_continues_where_most_calls_are() -> None:

@@ -109,7 +109,9 @@ def _with_placeholders(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": parts}
 
 
-def picture(color: str = "red", size: tuple[int, int] = (32, 32), format: str = "PNG", **options: Any) -> bytes:
+def picture(
+    color: str | tuple[int, int, int] = "red", size: tuple[int, int] = (32, 32), format: str = "PNG", **options: Any
+) -> bytes:
     """An image of one colour."""
     stream = io.BytesIO()
     Image.new("RGB", size, color).save(stream, format, **options)

@@ -47,7 +47,8 @@ class Browser:
         return self.wait(lambda: next(iter(self.all(selector)), None), selector)
 
     def all(self, selector: str) -> list[WebElement]:
-        return self.driver.find_elements(By.CSS_SELECTOR, selector)
+        found: list[Any] = self.driver.find_elements(By.CSS_SELECTOR, selector)
+        return found
 
     def text(self, selector: str) -> str:
         """Of the first such element, once it is there."""
@@ -98,7 +99,7 @@ class Browser:
 
     def complaints(self) -> list[str]:
         """What the console was told since the last time."""
-        return [entry["message"] for entry in self.driver.get_log("browser")]  # type: ignore[no-untyped-call]
+        return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def barriers(self) -> list[str]:
         """What axe finds on this page that is serious or critical."""

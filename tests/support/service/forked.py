@@ -58,6 +58,9 @@ class Forked(subprocess.Popen[Any]):
     and `start_new_session`."""
 
     module: str
+    _close_pipe_fds: Callable[..., None]
+    _handle_exitstatus: Callable[[int], None]
+    _waitpid_lock: threading.Lock
 
     @classmethod
     def run(
@@ -150,7 +153,11 @@ class _Server:
         self._named = False
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module], cwd=ROOT, stdin=theirs, stdout=subprocess.DEVNULL, start_new_session=True
+                [sys.executable, "-m", module],
+                cwd=ROOT,
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
             )
 
     @property
@@ -208,7 +215,7 @@ class _Forking:
     def serve(self) -> Order:
         while True:
             # One event at a time: handling it may make another one void.
-            order = self._events.select()[0][0].data()
+            order: Order | None = self._events.select()[0][0].data()
             if order is not None:
                 return order
 
@@ -290,7 +297,7 @@ def _writer(descriptor: int, *, line_buffering: bool = False) -> io.TextIOWrappe
     return io.TextIOWrapper(raw, errors=errors, line_buffering=line_buffering or os.isatty(descriptor))
 
 
-class _Workers(multiprocessing.popen_fork.Popen):  # type: ignore[name-defined, misc]
+class _Workers(multiprocessing.popen_fork.Popen):
     """Workers of `verbatim serve` as they are when Python is started for each of them, but that nothing is imported again: a worker has
     its arguments, the end of a pipe that closes with its parent, and no other descriptor or handler of a signal."""
 
@@ -312,14 +319,14 @@ class _Workers(multiprocessing.popen_fork.Popen):  # type: ignore[name-defined, 
                 os._exit(code)
         for descriptor in (ended, until_the_parents):
             os.close(descriptor)
-        self.finalizer = multiprocessing.util.Finalize(self, multiprocessing.util.close_fds, (until_its_end, parents))
+        self.finalizer = multiprocessing.util.Finalize(self, multiprocessing.util.close_fds, (until_its_end, parents))  # type: ignore[attr-defined]
         self.sentinel = until_its_end
 
 
 def _fork_workers() -> None:
     workers = sys.modules["cli.serving.workers"]
     context = multiprocessing.get_context("fork")
-    process = type("Worker", (context.Process,), {"_Popen": staticmethod(_Workers)})  # type: ignore[attr-defined]
+    process = type("Worker", (context.Process,), {"_Popen": staticmethod(_Workers)})
     workers._spawn = types.SimpleNamespace(Pipe=context.Pipe, Process=process)  # type: ignore[attr-defined]
 
 

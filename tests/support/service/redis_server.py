@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count, islice, pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -142,9 +142,9 @@ def running_cluster(primaries: int = 3, *, replicated: bool = False, node_timeou
         for primary, replica in zip(cluster.primaries, cluster.replicas, strict=False):
             ask(replica, "CLUSTER", "REPLICATE", ask(primary, "CLUSTER", "MYID"))
         for server in servers:
-            _await(lambda server=server: _sees(server, len(servers)), "the nodes agree")
+            _await(partial(_sees, server, len(servers)), "the nodes agree")
         for replica in cluster.replicas:
-            _await(lambda replica=replica: b"master_link_status:up" in info(replica), "the replicas follow")
+            _await(partial(_follows, replica), "the replicas follow")
         yield cluster
 
 
@@ -162,7 +162,15 @@ def _introduce(servers: list[RedisServer]) -> None:
         ask(servers[0], "CLUSTER", "MEET", "127.0.0.1", server.port)
     # Before nobody knows its peers, a node cannot be told to follow one.
     for server in servers:
-        _await(lambda server=server: len(_peers(server)) == len(servers), "the nodes know each other")
+        _await(partial(_knows, server, len(servers)), "the nodes know each other")
+
+
+def _follows(replica: RedisServer) -> bool:
+    return b"master_link_status:up" in info(replica)
+
+
+def _knows(server: RedisServer, count: int) -> bool:
+    return len(_peers(server)) == count
 
 
 def _sees(server: RedisServer, count: int) -> bool:

@@ -85,4 +85,4 @@ def check_order(events: list[dict[str, Any]]) -> None:
 def said(item: dict[str, Any]) -> str:
     """The text that an item's deltas tell."""
     parts = [*(item.get("summary") or ()), *(item.get("content") or ())]
-    return "".join(part["text"] for part in parts) + item.get("arguments", "") + str(item.get("input", ""))
+    return "".join(part["text"] for part in parts) + str(item.get("arguments", "")) + str(item.get("input", ""))

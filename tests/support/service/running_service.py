@@ -31,7 +31,7 @@ class RunningService:
     def __init__(
         self,
         engine: str | list[str],
-        redis_url: str,
+        redis_url: str | None,
         *,
         adding: Sequence[Adding] = (),
         protocol: Any = "auto",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from contract.attempts import Failure, FailureRecord, Verdict
 from proxy.store.connection import StoreConnection
@@ -31,7 +32,11 @@ VERDICTS = (
 def shown_task(service: RunningService, engine: ScriptedEngine) -> None:
     """Rollouts 0 to 3 have the VERDICTS, 4 is running and 5 waits. Each waited 10 s for a node and 2 s for a slot, was prepared in 12 s,
     ran for 60 s and was evaluated in 6."""
-    body = {"instruction": "Mend roman.py.\n" + PROBE, "metadata": {"label": "code"}, "evaluator": {"kind": "pytest"}}
+    body: dict[str, Any] = {
+        "instruction": "Mend roman.py.\n" + PROBE,
+        "metadata": {"label": "code"},
+        "evaluator": {"kind": "pytest"},
+    }
     submitted = submit(service, task_id=TASK, num_samples=6, **body)
     asyncio.run(_play(service, engine, submitted["created_at"]))
 

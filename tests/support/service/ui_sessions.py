@@ -22,7 +22,7 @@ from tests.support.service.running_service import RunningService, Session
 from tests.support.sessions.calls import Talk
 
 GROUP = "bug 7/a&b"
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "lookup", "description": "Looks a key up.", "parameters": {"type": "object"}}}
 ]
 PROBE = '<img src=x onerror="document.title=\'owned\'"><script>document.title="owned"</script>\u202etxet'

@@ -34,7 +34,7 @@ def verbatim(*args: str, timeout_seconds: float = 120.0, **variables: str) -> su
     return ForkedVerbatim.run(args, env=environment(**variables), timeout_seconds=timeout_seconds)
 
 
-def wait_until(happened: Callable[[], bool], seconds: float, what: str) -> None:
+def wait_until(happened: Callable[[], object], seconds: float, what: str) -> None:
     deadline = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"

@@ -21,7 +21,7 @@ TOOLS: list[Any] = [
 CAPTURED = ("prompt_ids", "completion_ids", "logprobs", "weight_versions", "finish_reason", "stop_reason")
 
 
-def turn(role: str, content: str) -> Message:
+def turn(role: str, content: Any) -> Message:
     return {"role": role, "content": content}
 
 

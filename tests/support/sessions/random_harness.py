@@ -369,7 +369,7 @@ class RandomHarness:
 
     def _request(self, talk: Conversation, **fields: Any) -> dict[str, Any]:
         extra = {} if talk.thinking else {"chat_template_kwargs": {"enable_thinking": False}}
-        drawn = {"max_tokens": self.random.randint(6, 24), "seed": self.random.randrange(10**6)}
+        drawn: dict[str, Any] = {"max_tokens": self.random.randint(6, 24), "seed": self.random.randrange(10**6)}
         if self.random.random() < 0.3:
             drawn |= {"temperature": 0.7, "top_p": 0.9}
         stream = self.random.random() < 0.5

@@ -24,7 +24,7 @@ _RECORD: dict[str, Any] = json.loads(Path(__file__).with_name("trainer_types.jso
 _NAMES = {"Any": Any, "Dict": Dict, "List": List, "Optional": Optional, "Union": Union}  # noqa: UP006
 
 
-def annotations(name: str) -> dict[str, str]:
+def recorded_annotations(name: str) -> dict[str, str]:
     """The recorded fields of a class, by name, as its source spells their types."""
     fields: dict[str, str] = _RECORD[name]["fields"]
     return fields
@@ -33,7 +33,7 @@ def annotations(name: str) -> dict[str, str]:
 def checked(name: str, values: dict[str, Any]) -> dict[str, Any]:
     """`values`, each known to `name` and of the type recorded for it; a type of the library's own or of torch is not looked
     at. Raises TypeError, pydantic.ValidationError."""
-    known = annotations(name)
+    known = recorded_annotations(name)
     if unknown := set(values) - set(known):
         raise TypeError(f"{name} has no {sorted(unknown)}")
     if missing := set(_RECORD[name]["required"]) - set(values):
@@ -55,7 +55,7 @@ def recorded(name: str) -> Any:
     if statuses := _RECORD[name].get("statuses"):
         members["Status"] = Enum("Status", statuses)
         members["get_reward_value"] = lambda self, args: self.reward if not args.reward_key else self.reward[args.reward_key]
-    fields = [(field, Any, dataclasses.field(default=None)) for field in annotations(name)]
+    fields = [(field, Any, dataclasses.field(default=None)) for field in recorded_annotations(name)]
     return dataclasses.make_dataclass(name.rpartition(".")[2], fields, namespace=members)
 
 

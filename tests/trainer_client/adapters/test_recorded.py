@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 
 from tests.support.sessions.adapter_batches import batch_of, batches, expected, few, read, two_turns, without_versions
-from tests.support.sessions.trainer_libraries import annotations, checked, recorded
+from tests.support.sessions.trainer_libraries import checked, recorded, recorded_annotations
 from tests.support.sessions.training_rows import trajectory
 from trainer_client.adapters.microbatches import Packed, Padded, Rows
 from trainer_client.adapters.nemo_rl import message_logs, rollout_batch, train_data
@@ -173,7 +173,7 @@ def test_every_trained_token_is_in_one_training_sample(batch: Batch) -> None:
 
 def test_a_training_sample_survives_the_wire_of_prime_rl() -> None:
     # The real class is a msgspec struct that travels as an array: the order of the fields counts.
-    fields = {name: kind for name, kind in annotations("prime_rl.TrainingSample").items() if "Tensor" not in kind}
+    fields = {name: kind for name, kind in recorded_annotations("prime_rl.TrainingSample").items() if "Tensor" not in kind}
     plain = [(name, Any if "Experts" in kind else eval(kind), None) for name, kind in fields.items()]
     struct = msgspec.defstruct("TrainingSample", plain, array_like=True, omit_defaults=True)
     batch = batch_of([two_turns()])
@@ -214,7 +214,7 @@ def test_message_logs_laid_end_to_end_are_the_rows(batch: Batch) -> None:
 def test_the_data_of_a_step_trains_every_sampled_token_with_its_rows_advantage(batch: Batch) -> None:
     advantages = batch.advantages(grpo)
     made = train_data(batch, UserDict, pad_id=0, advantages=advantages, multiple_of=4)
-    wanted = {name for name, kind in annotations("nemo_rl.ClippedPGLossDataDict").items() if kind == "torch.Tensor"}
+    wanted = {name for name, kind in recorded_annotations("nemo_rl.ClippedPGLossDataDict").items() if kind == "torch.Tensor"}
     assert set(made) == wanted - {"prev_logprobs", "reference_policy_logprobs"} | {"input_lengths"}
     assert made["input_ids"].shape[1] % 4 == 0 and int(made["token_mask"].sum()) == trained_tokens(batch)
     for at, row in enumerate(batch.rows):

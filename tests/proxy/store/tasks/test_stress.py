@@ -13,6 +13,7 @@ import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Literal
 
 import pytest
 
@@ -24,7 +25,7 @@ from tests.support.runtimes.rollout_stores import ROOM, Node, Stores
 
 NODES = 8
 MOST_ATTEMPTS = 3
-STEPS = ("ready", "running", "evaluating")
+STEPS: tuple[Literal["ready", "running", "evaluating"], ...] = ("ready", "running", "evaluating")
 BROKEN = FailureRecord(Failure.NODE_FAILED, "the disk is full")
 
 
