@@ -67,9 +67,7 @@ def measured_delivery(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_table_of_other_code_is_not_written_and_the_refusal_says_what_to_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_of_other_code_is_refused_with_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "README.md"
     page.write_text(PAGE)
     monkeypatch.setattr(tables, "FILES", (page,))
@@ -88,9 +86,7 @@ def test_a_table_of_other_code_is_not_written_and_the_refusal_says_what_to_run(
     assert name_commit(machine) in tables.written(PAGE, tmp_path)
 
 
-def test_results_are_not_kept_when_the_code_changes_while_it_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_are_not_kept_if_the_code_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(_: bool) -> dict[str, Any]:
         monkeypatch.setattr(measured_code, "digest", lambda root: "another")
         return {}

@@ -41,9 +41,7 @@ def refused(*args: str, code: int = 1, **variables: str) -> str:
     return done.stderr.strip().splitlines()[-1]
 
 
-def test_both_ways_are_asked_as_often_as_wanted_and_the_service_tells_its_steps(
-    shared: tuple[ScriptedEngine, RunningService],
-) -> None:
+def test_both_ways_are_asked_equally_and_the_service_tells_its_steps(shared: tuple[ScriptedEngine, RunningService]) -> None:
     engine, service = shared
     engine.reset()
     where = ("--engine", engine.url + "/v1", "--url", service.url)

@@ -26,9 +26,7 @@ def counts() -> dict[str, tuple[float, float]]:
     return {way: (float(entered), float(writes)) for _, way, entered, _, writes, _ in rows}
 
 
-def test_a_token_enters_few_functions_and_by_the_plugin_no_more_than_by_the_chat_path(
-    counts: dict[str, tuple[float, float]],
-) -> None:
+def test_a_token_enters_few_functions_by_the_plugin_and_by_the_chat_path(counts: dict[str, tuple[float, float]]) -> None:
     entered = {way: functions for way, (functions, _) in counts.items()}
     assert all(entered[way] <= most for way, most in MOST.items()), entered
     assert entered["plugin"] <= entered["chat"]

@@ -136,9 +136,7 @@ def test_an_engine_with_the_plugin_needs_no_advice_and_no_engine_is_a_fault() ->
     assert (check.state, check.found, check.advice) == ("fix", said, "use --engine-api chat")
 
 
-def test_a_harness_of_another_version_is_a_note_and_one_that_is_missing_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_harness_of_another_version_is_a_note_and_a_missing_one_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "atool"
     tool.write_text("#!/bin/sh\necho atool 1.2.3\n")
     tool.chmod(0o755)

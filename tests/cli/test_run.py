@@ -144,9 +144,7 @@ class Running:
         return self.process.returncode, stderr
 
 
-def test_a_harness_that_does_its_task_leaves_a_completed_session(
-    service: Serving, engine: ScriptedEngine, scratch: Path
-) -> None:
+def test_a_harness_that_does_its_task_completes_the_session(service: Serving, engine: ScriptedEngine, scratch: Path) -> None:
     engine.reset().say("good morning")
     done = run(service, *PYTHON, ASK)
     assert done.returncode == 0, done.stderr
@@ -190,9 +188,7 @@ def test_a_harness_that_never_called_the_model_has_not_completed_anything(servic
     assert f"verbatim: session {session['session_id']} no_calls: 0 calls" in done.stderr
 
 
-def test_anthropics_sdk_calls_the_model_with_the_variables_that_any_command_gets(
-    service: Serving, engine: ScriptedEngine
-) -> None:
+def test_anthropics_sdk_works_with_the_variables_that_any_command_gets(service: Serving, engine: ScriptedEngine) -> None:
     """It takes one key, and refuses two that a program hands it."""
     engine.reset().say("good morning")
     done = run(service, *PYTHON, ASK_ANTHROPIC)
@@ -376,9 +372,7 @@ def test_a_harness_is_told_the_engines_window(service: Serving, scratch: Path, m
 
 
 @pytest.mark.parametrize("model", [(), ("--model", "policy")], ids=["listed", "named"])
-def test_a_window_that_nobody_knows_is_left_out_and_reported_once(
-    redis_url: str, scratch: Path, model: tuple[str, ...]
-) -> None:
+def test_a_window_nobody_knows_is_left_out_and_reported_once(redis_url: str, scratch: Path, model: tuple[str, ...]) -> None:
     write_definition("tells", TELLS_LIMITS)
     with ScriptedEngine(names_window=False) as engine, RunningService(engine.url, redis_url, engine_api="token") as service:
         done = run(service, "--harness", "tells", *model, VERBATIM_HARNESSES=str(scratch))
@@ -563,9 +557,7 @@ def test_the_roles_of_a_definition_go_with_its_session(service: Serving, scratch
     [("mine 2.0.30 (a build)", True), ("mine 1.2.3", False), ("no number", False)],
     ids=["another", "the tested one", "none told"],
 )
-def test_a_harness_of_another_version_than_the_tested_one_is_told(
-    service: Serving, scratch: Path, prints: str, warns: bool
-) -> None:
+def test_a_harness_of_another_version_than_tested_is_told(service: Serving, scratch: Path, prints: str, warns: bool) -> None:
     lines = (f"argv = {json.dumps([sys.executable, '-c', ''])}", 'version = "1.2.3"')
     write_definition("mine", "\n".join([*lines, f"version_argv = {json.dumps(['echo', prints])}"]))
     done = run(service, "--harness", "mine", VERBATIM_HARNESSES=str(scratch))

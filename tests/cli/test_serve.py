@@ -156,9 +156,7 @@ def test_a_stop_signal_ends_everything_within_seconds_and_leaves_no_redis(data: 
         ("redis.sock", 0.2, signal.SIGINT),
     ],
 )
-def test_a_stop_signal_during_the_start_leaves_nothing_behind(
-    data: Path, begun: str, after_seconds: float, number: int
-) -> None:
+def test_a_stop_signal_during_the_start_leaves_nothing(data: Path, begun: str, after_seconds: float, number: int) -> None:
     """First there is the data directory, then a redis-server; the application follows, and the panel."""
     with Serving(*NOWHERE, data_dir=data, ready=False) as service:
         wait_until((data / begun).exists, 60, "it has begun")

@@ -144,11 +144,7 @@ def test_a_terminal_sees_how_many_rollouts_have_ended(fresh: RunningService, red
     master, slave = pty.openpty()
     variables = environment(VERBATIM_URL=fresh.url, VERBATIM_ADMIN_TOKEN=ADMIN, COLUMNS="120", TERM="xterm")
     waiting = ForkedVerbatim(
-        ("tasks", "submit", file, "--wait"),
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=slave,
+        ("tasks", "submit", file, "--wait"), env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=slave
     )
     os.close(slave)
     shown = b""

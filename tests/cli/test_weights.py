@@ -38,7 +38,7 @@ def version_folder(tmp_path: Path, version: int) -> str:
     return str(folder)
 
 
-def test_a_push_reports_every_replica_and_a_rollback_is_a_new_version(
+def test_a_push_reports_every_replica_a_rollback_is_new(
     service: RunningService, engines: list[ScriptedEngine], tmp_path: Path
 ) -> None:
     first, second = version_folder(tmp_path, 1), version_folder(tmp_path, 2)
@@ -60,9 +60,7 @@ def test_a_push_reports_every_replica_and_a_rollback_is_a_new_version(
     assert f"version 1 ({first}) becomes version 10" in weights(service, "rollback", "1").stdout
 
 
-def test_a_replica_that_fails_is_named_and_the_exit_code_says_so(
-    service: RunningService, engines: list[ScriptedEngine], tmp_path: Path
-) -> None:
+def test_a_replica_that_fails_is_named(service: RunningService, engines: list[ScriptedEngine], tmp_path: Path) -> None:
     engines[1].weights.refuse_check = "the checkpoint does not fit"
     done = weights(service, "push", version_folder(tmp_path, 1))
     assert done.returncode == 1

@@ -139,9 +139,7 @@ def test_what_cannot_pass_is_told_at_once(service: ScriptedService, ask: Ask, st
     assert len(service.received) == 1
 
 
-def test_whoever_is_patient_waits_while_requests_are_held_back_however_long_it_takes(
-    service: ScriptedService, ask: Ask
-) -> None:
+def test_whoever_is_patient_waits_while_requests_are_held_back(service: ScriptedService, ask: Ask) -> None:
     held = error_answer(429, "backpressure", "trainers are behind", retry_after="0.1")
     service.script("POST /things", held, held, GOOD)
     ask(service.url, "POST", "/things", retry=PATIENT, made={"retry_seconds": 0.05})

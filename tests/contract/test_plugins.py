@@ -58,9 +58,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize(("group", "taken"), [(group, taken) for group, (_, taken) in GROUPS.items()])
-def test_no_group_takes_a_package_that_gives_a_built_in_name_to_something_else(
-    distributions: Distributions, group: str, taken: str
-) -> None:
+def test_no_group_lets_a_package_take_a_built_in_name(distributions: Distributions, group: str, taken: str) -> None:
     """Two groups let the package win, one the built-in plug-in, and two failed only when it was used."""
     distributions.install("usurper", group, f"{taken} = usurper:Thing", version="2.1")
     with pytest.raises(PluginConflict, match=rf"{taken!r}: .* of verbatim-rl and usurper:Thing of usurper 2\.1; uninstall"):
@@ -109,7 +107,7 @@ def test_names_are_accepted_exactly_if_none_stands_for_two_things(listed: list[t
             assert find().names() == sorted(values)
 
 
-def test_a_broken_plugin_is_an_error_where_it_is_named_and_a_warning_elsewhere(
+def test_a_broken_plugin_is_an_error_only_where_it_is_named(
     distributions: Distributions, caplog: pytest.LogCaptureFixture
 ) -> None:
     distributions.install("more-toys", GROUP, "gone = nowhere.at_all:Toy", "text = builtins:str")

@@ -57,9 +57,7 @@ def hold(lock: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("lock", "command"), LOCKS.items())
-def test_whoever_holds_a_lock_of_the_package_manager_is_waited_for_and_named(
-    folder: Path, lock: str, command: list[str]
-) -> None:
+def test_whoever_locks_the_package_manager_is_waited_for_and_named(folder: Path, lock: str, command: list[str]) -> None:
     with hold(folder / lock):
         waiting = start(folder, *command)
         assert waiting.stderr is not None

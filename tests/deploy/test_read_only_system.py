@@ -42,13 +42,7 @@ def test_the_service_serves_where_it_may_write_nothing_but_tmp(redis_url: str) -
     with (
         ScriptedEngine() as engine,
         Serving(
-            "--redis",
-            redis_url,
-            "--engine",
-            engine.url,
-            data_dir=Path("/"),
-            inside=[bwrap, *READ_ONLY, *NOBODY],
-            **asked,
+            "--redis", redis_url, "--engine", engine.url, data_dir=Path("/"), inside=[bwrap, *READ_ONLY, *NOBODY], **asked
         ) as service,
     ):
         wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, f"ready; {service.stderr}")

@@ -234,9 +234,7 @@ def asked_of(url: str, method: str, path: str, token: str = ADMIN, **more: Any) 
     return answer
 
 
-def test_the_service_and_a_node_work_with_nothing_but_what_their_extras_ask_for(
-    wheel: Path, python: Path, tmp_path: Path
-) -> None:
+def test_service_and_node_work_with_nothing_but_what_their_extras_ask_for(wheel: Path, python: Path, tmp_path: Path) -> None:
     """A call is recorded and its row exported, the pages have their files, and the service hears of the node."""
     data = str(tmp_path / "data")
     with (

@@ -88,12 +88,7 @@ AGENT = {
     "name": "asks-once",
     "description": "Asks once.",
     "dialect": "chat",
-    "argv": [
-        "python3",
-        "-c",
-        ASKS_ONCE,
-        "{prompt}",
-    ],
+    "argv": ["python3", "-c", ASKS_ONCE, "{prompt}"],
     "env": {"OPENAI_BASE_URL": "{openai}", "OPENAI_API_KEY": "{api_key}"},
 }
 

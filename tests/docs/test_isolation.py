@@ -74,7 +74,7 @@ SHOWN_BY: dict[str, list[str]] = {
         "container/test_container_hardening.py::test_a_container_sees_nothing_of_the_machine",
     ],
     "D6": [
-        "container/test_container_entering.py::test_a_step_with_the_network_is_held_to_the_limits_of_the_others",
+        "container/test_container_entering.py::test_a_step_with_the_network_has_the_limits_of_the_others",
         "test_contract.py::test_files_that_are_too_large_together_end_their_command",
     ],
     "D7": [
@@ -88,12 +88,12 @@ SHOWN_BY: dict[str, list[str]] = {
     ],
     "A3": [
         "test_contract.py::test_what_a_command_left_running_ends_with_it",
-        "container/test_apptainer.py::test_a_daemon_that_hides_and_holds_the_output_of_its_command_keeps_nobody_waiting",
+        "container/test_apptainer.py::test_a_hidden_daemon_that_holds_the_output_keeps_nobody_waiting",
     ],
     "A4": [
         "test_contract.py::test_an_agent_that_wants_out_finds_no_call_that_helps",
         "container/test_apptainer.py::test_a_machine_without_it_and_a_node_that_is_root_are_told",
-        "container/test_apptainer.py::test_variables_that_are_flags_of_apptainer_do_not_open_an_instance",
+        "container/test_apptainer.py::test_variables_that_are_flags_of_apptainer_open_no_instance",
     ],
     "A5": [
         "test_contract.py::test_a_command_that_takes_too_much_memory_ends_with_137",

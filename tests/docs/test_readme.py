@@ -46,11 +46,7 @@ def test_each_case_has_tests_that_bear_its_number() -> None:
 
 @pytest.mark.parametrize(
     ("page", "tests"),
-    [
-        ("| 1 | A case |", {}),
-        ("| 1 | A case |", {1: ["a"], 2: ["b"]}),
-        ("| 1 | A case |\n| 1 | Another |", {1: ["a"]}),
-    ],
+    [("| 1 | A case |", {}), ("| 1 | A case |", {1: ["a"], 2: ["b"]}), ("| 1 | A case |\n| 1 | Another |", {1: ["a"]})],
 )
 def test_a_case_without_tests_and_a_mark_without_a_case_are_refused(page: str, tests: dict[int, list[str]]) -> None:
     with pytest.raises(ValueError, match="missing, or there are two"):
@@ -119,9 +115,7 @@ def pushed_version(client: TrainerClient) -> int:
     return int(client.weights()["current"]["version"])
 
 
-def test_a_harness_of_ones_own_and_a_trainers_loop_run_one_after_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_harness_of_ones_own_and_then_a_trainers_loop_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As written, but for the folder of the weights; `train` and `model` are the reader's, here a step that changes nothing."""
     import torch
 

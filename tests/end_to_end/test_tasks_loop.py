@@ -14,13 +14,11 @@ import pytest
 from contract.attempts import RolloutState
 from examples.demo.environment import FITS
 from examples.tasks_loop.tasks import task
-from proxy.store.connection import StoreConnection
 from rollout.task import read_json
 from tests.support.engine.scripted_engine import Generation, Reply, Say, ScriptedEngine
 from tests.support.engine.vllm_server import require_vllm
 from tests.support.machine import require
-from tests.support.runtimes.rollout_nodes import World
-from tests.support.service.rollout_service import serving_tasks
+from tests.support.runtimes.rollout_nodes import World, serving_world
 from tests.support.service.running_service import TRAINER
 from tests.support.sessions.demo_process import judged
 
@@ -37,12 +35,8 @@ def engine() -> Iterator[ScriptedEngine]:
 @pytest.fixture
 async def world(engine: ScriptedEngine, redis_url: str, tmp_path: Path) -> AsyncIterator[World]:
     require_bubblewrap()
-    with serving_tasks(redis_url, engine.url, engine_api="token") as service:
-        connection = StoreConnection(redis_url)
-        try:
-            yield World(service, redis_url, connection, tmp_path)
-        finally:
-            await connection.close()
+    async with serving_world(redis_url, engine.url, tmp_path) as world:
+        yield world
 
 
 def require_bubblewrap() -> None:

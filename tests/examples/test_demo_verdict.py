@@ -140,7 +140,7 @@ def test_the_run_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_steps_and_ages_are_drawn_as_whole_numbers_even_where_there_is_one(
+def test_steps_and_ages_are_drawn_as_whole_numbers_even_if_there_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Any] = []

@@ -71,13 +71,8 @@ def test_an_entropy_that_is_not_known_is_refused() -> None:
         modulate([1.0, 1.0], [1.0], [0, 0])
 
 
-@given(
-    st.lists(st.tuples(st.floats(0, 10), st.integers(0, 3)), min_size=1, max_size=20),
-    st.floats(0, 5),
-)
-def test_the_factors_of_a_group_have_mean_1_and_order_its_turns_by_entropy(
-    turns: list[tuple[float, int]], strength: float
-) -> None:
+@given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 3)), min_size=1, max_size=20), st.floats(0, 5))
+def test_the_factors_of_a_group_have_mean_1_and_follow_the_entropy(turns: list[tuple[float, int]], strength: float) -> None:
     entropy, group = np.array([each for each, _ in turns]), np.array([each for _, each in turns])
     factors = modulate(np.ones(len(turns)), entropy, group, strength=strength)
     for one in set(group.tolist()):

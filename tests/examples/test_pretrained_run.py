@@ -184,9 +184,7 @@ def test_a_steps_tasks_are_the_same_whenever_they_are_made() -> None:
     assert [step for step in range(4) if rules.tries_held_out_after(step)] == [0, 2, 3]
 
 
-def test_a_folder_with_a_run_is_neither_overwritten_nor_gone_on_with_under_other_settings(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+def test_a_folder_with_a_run_is_not_overwritten_or_used_with_other_settings(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("run")
     with pytest.raises(typer.BadParameter, match="holds no run"):
         open_run(folder, SETTINGS, resume=True)

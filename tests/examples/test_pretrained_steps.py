@@ -18,11 +18,9 @@ from examples.pretrained.journal import Journal
 from examples.pretrained.policy import Policy
 from examples.pretrained.steps import OPTIMIZER, Rules, Training
 from examples.tasks_loop.trainer import connected
-from proxy.store.connection import StoreConnection
 from tests.support.engine.scripted_engine import Generation, Reply, Say, ScriptedEngine
 from tests.support.machine import require
-from tests.support.runtimes.rollout_nodes import World
-from tests.support.service.rollout_service import serving_tasks
+from tests.support.runtimes.rollout_nodes import World, serving_world
 from tests.support.service.running_service import ADMIN, TRAINER
 
 ASKING = """
@@ -55,12 +53,8 @@ def engine() -> Iterator[ScriptedEngine]:
 @pytest.fixture
 async def world(engine: ScriptedEngine, redis_url: str, tmp_path: Path) -> AsyncIterator[World]:
     require("bwrap")
-    with serving_tasks(redis_url, engine.url, engine_api="token") as service:
-        connection = StoreConnection(redis_url)
-        try:
-            yield World(service, redis_url, connection, tmp_path)
-        finally:
-            await connection.close()
+    async with serving_world(redis_url, engine.url, tmp_path) as world:
+        yield world
 
 
 class Killed(BaseException):

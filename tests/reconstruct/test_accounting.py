@@ -15,7 +15,7 @@ from reconstruct.builders import RowContext, merged, per_call
 from reconstruct.errors import IdOutOfRange, LengthMismatch, MissingLogprob, ReconstructError, RecordError, SpanError
 from reconstruct.records import PIVOT, REPLAY, Call, Span
 from reconstruct.trajectory import Accounting, Quarantined, Trajectory, encode_accounting
-from tests.support.sessions.calls import Talk, call
+from tests.support.sessions.calls import Talk, call, tell
 
 CONTEXT = RowContext("s")
 
@@ -116,27 +116,12 @@ def test_a_flawed_call_in_mid_path_stays_as_masked_context(changed: dict[str, An
 @pytest.mark.parametrize("goes_on", [False, True])
 @pytest.mark.parametrize(
     ("reason", "complete"),
-    [
-        ("frozen_model", True),
-        ("not_chosen", True),
-        ("role_side", True),
-        ("no_token_ids", False),
-        ("missing_logprob", False),
-    ],
+    [("frozen_model", True), ("not_chosen", True), ("role_side", True), ("no_token_ids", False), ("missing_logprob", False)],
 )
-def test_a_session_is_complete_where_what_it_rests_on_is_trained_or_left_out_by_choice(
-    reason: str, complete: bool, goes_on: bool
-) -> None:
+def test_a_session_is_complete_if_all_it_rests_on_is_trained_or_left_out(reason: str, complete: bool, goes_on: bool) -> None:
     """Wherever the call stands: its reply was delivered."""
-    if reason == "role_side":
-        flaw: dict[str, Any] = {"role": "side"}
-    else:
-        flaw = {"trainable": False, "quarantine_reason": reason}
-    talk = Talk()
-    talk.say("c1", [1], [2])
-    talk.go_on("c2", "c1", [3], [4], fields=flaw)
-    if goes_on:
-        talk.say("c3", [9], [6], parent="c2")
+    flaw = {"role": "side"} if reason == "role_side" else {"trainable": False, "quarantine_reason": reason}
+    talk = tell("c1: 1 | 2", "c2 < c1: 3 | 4", *(["c3 / c2: 9 | 6"] if goes_on else []), c2=flaw)
     settled = settle(talk.calls, train_roles=("main",))
     accounting = account(settled, merged(settled, RowContext("s")))
     assert accounting.complete == complete, accounting
@@ -151,33 +136,17 @@ def test_a_negative_id_quarantines_every_call_that_was_sampled_after_it() -> Non
     c3  1 2   3 4   5   6 -7   8 | 9    refused: -7 is in its prompt
     c4  1 2   3 4   5   6      8 | 9    leans on c2, but not on its -7
     """
-    talk = Talk()
-    talk.say("c1", [1, 2], [3, 4])
-    talk.go_on("c2", "c1", [5], [6, -7])
-    talk.go_on("c3", "c2", [8], [9])
-    talk.say("c4", [1, 2, 3, 4, 5, 6, 8], [9], parent="c1", base="c2")
+    talk = tell("c1: 1 2 | 3 4", "c2 < c1: 5 | 6 -7", "c3 < c2: 8 | 9", "c4 / c1 @ c2: 1 2 3 4 5 6 8 | 9")
     _, rows, accounting = built(talk.calls)
-    assert [(item.call_id, item.reason) for item in accounting.quarantined] == [
-        ("c2", "id_out_of_range"),
-        ("c3", "id_out_of_range"),
-    ]
+    assert {item.call_id: item.reason for item in accounting.quarantined} == dict.fromkeys(("c2", "c3"), "id_out_of_range")
     assert [row.call_ids for row in rows] == [("c1", "c4")]
     assert all((row.token_ids >= 0).all() for row in rows)
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
 def test_calls_whose_parent_is_missing_are_kept_apart_and_counted(order: Sequence[int]) -> None:
-    """
-    c1  1 2 | 3 4
-    c2                         its record is lost
-    c3  leans on c2 | 9
-    c4  leans on c3 | 9
-    """
-    talk = Talk()
-    talk.say("c1", [1, 2], [3, 4])
-    talk.go_on("c2", "c1", [5], [6, 7])
-    talk.go_on("c3", "c2", [8], [9])
-    talk.go_on("c4", "c3", [8], [9, 9])
+    """The record of c2 is lost."""
+    talk = tell("c1: 1 2 | 3 4", "c2 < c1: 5 | 6 7", "c3 < c2: 8 | 9", "c4 < c3: 8 | 9 9")
     kept = [talk.calls[0], *talk.calls[2:]]
     settled, rows, accounting = built([kept[at] for at in order])
     lost = (Quarantined("c3", 1, "unknown_parent"), Quarantined("c4", 2, "unknown_parent"))
@@ -263,67 +232,35 @@ def broken_rows() -> list[tuple[str, Any, str]]:
         ("a row comes twice", lambda rows: [*rows, rows[1]], r"trained more than once \(session s, call c3, token 0\)"),
         (
             "a shared call is trained in both",
-            lambda rows: [
-                rows[0],
-                replace(
-                    rows[1],
-                    loss_mask=rows[0].loss_mask,
-                    logprobs=rows[0].logprobs,
-                    weight_versions=V,
-                    logprob_modes=rows[0].logprob_modes,
-                ),
-            ],
+            lambda rows: [rows[0], replace(rows[1], weight_versions=V, **{name: getattr(rows[0], name) for name in TRAINED})],
             r"trained more than once \(session s, call c1, token 0\)",
         ),
-        (
-            "a token counts twice",
-            in_first(loss_mask=with_value("loss_mask", 5, 2)),
-            r"trained more than once \(session s, call c2, token 0\)",
-        ),
-        (
-            "a prompt is trained",
-            in_first(loss_mask=with_value("loss_mask", 1, 1)),
-            r"none of its calls sampled .* call c2, token 1\)",
-        ),
+        ("a token counts twice", in_first(loss_mask=with_value("loss_mask", 5, 2)), r"more than once .* call c2, token 0\)"),
+        ("a prompt is trained", in_first(loss_mask=with_value("loss_mask", 1, 1)), r"none of its calls .* call c2, token 1\)"),
         ("an id differs", in_first(token_ids=with_value("token_ids", 4, 9)), r"differs from the call's .* call c2, token 4\)"),
         ("a logprob differs", in_first(logprobs=with_value("logprobs", 5, -9)), r"a wrong logprob .* call c2, token 5\)"),
-        (
-            "a masked logprob is not 0",
-            in_first(logprobs=with_value("logprobs", 0, -1)),
-            r"a wrong logprob .* call c2, token 0\)",
-        ),
+        ("a masked logprob is not 0", in_first(logprobs=with_value("logprobs", 0, -1)), r"wrong logprob .* call c2, token 0\)"),
         (
             "a version differs",
             in_first(weight_versions=lambda row: (Span(7, 2, 4), Span(0, 5, 6))),
             r"a wrong weight version .* call c2, token 2\)",
         ),
-        (
-            "a version is missing",
-            in_first(weight_versions=lambda row: row.weight_versions[:1]),
-            r"a wrong weight version .* call c2, token 5\)",
-        ),
+        ("a version is missing", in_first(weight_versions=lambda row: row.weight_versions[:1]), r"version .* c2, token 5\)"),
         ("a row is short", in_first(token_ids=lambda row: row.token_ids[:-1]), r"has 5 ids, 6 mask values and 6 logprobs"),
         ("a call is unknown", in_first(call_ids=lambda row: ("c1", "c9")), r"calls that are not in the session"),
         ("no call is named", in_first(call_ids=lambda row: ()), r"calls that are not in the session"),
-        (
-            "calls do not extend",
-            in_first(call_ids=lambda row: ("c3", "c2")),
-            r"wrongly continues call c3 \(session s, call c2\)",
-        ),
+        ("calls do not extend", in_first(call_ids=lambda row: ("c3", "c2")), r"continues call c3 \(session s, call c2\)"),
     ]
 
 
 V = (Span(0, 2, 4), Span(0, 5, 6))
+TRAINED = ("loss_mask", "logprobs", "logprob_modes")
 BROKEN = broken_rows()
 
 
 @pytest.mark.parametrize(("change", "message"), [item[1:] for item in BROKEN], ids=[item[0] for item in BROKEN])
 def test_rows_that_break_a_promise_are_refused_with_the_token(change: Any, message: str) -> None:
-    talk = Talk()
-    talk.say("c1", [1, 2], [3, 4])
-    talk.go_on("c2", "c1", [5], [6])
-    talk.go_on("c3", "c1", [7], [8])
-    settled, rows, _ = built(talk.calls)
+    settled, rows, _ = built(tell("c1: 1 2 | 3 4", "c2 < c1: 5 | 6", "c3 < c1: 7 | 8").calls)
     with pytest.raises(RecordError, match=message):
         account(settled, change(rows))
 

@@ -230,7 +230,7 @@ def ask(draw: st.DrawFn, run: Run, call_id: str, parent: str | None, prompt: Seq
 
 @pytest.mark.case(55)
 @given(runs(), st.sampled_from([merged, per_call]), st.randoms())
-def test_what_a_harness_got_is_trained_or_makes_the_session_incomplete_and_the_rest_is_attempts(
+def test_what_a_harness_got_is_trained_or_breaks_the_session_and_the_rest_is_attempts(
     run: Run, builder: Builder, random: Any
 ) -> None:
     calls = list(run.talk.calls)

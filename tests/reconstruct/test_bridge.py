@@ -540,7 +540,7 @@ def test_a_made_up_dialogue_that_the_template_does_not_take_proves_nothing() -> 
 
 
 @pytest.mark.parametrize("spelling", [list, respell], ids=["canonical", "split otherwise"])
-def test_text_that_the_template_moves_behind_a_result_is_a_rewritten_history(
+def test_text_that_the_template_moves_behind_a_result_rewrites_the_history(
     spelling: Callable[[Sequence[int]], list[int]],
 ) -> None:
     """As Gemma does. What follows the text is then not all that follows the reply: the tool's result would be lost."""
@@ -697,9 +697,7 @@ def test_thinking_that_an_earlier_reply_holds_in_its_content_is_retained_too() -
         (None, None),
     ],
 )
-def test_a_thought_in_the_content_is_known_by_its_mark_and_an_empty_one_is_none(
-    content: str | None, thought: str | None
-) -> None:
+def test_a_thought_in_the_content_is_known_by_its_mark_unless_it_is_empty(content: str | None, thought: str | None) -> None:
     found = split_thought({"role": "assistant", "content": content})
     assert (None if found is None else found[0]) == thought
 
@@ -813,9 +811,7 @@ def test_whatever_the_template_does_a_bridge_is_what_it_would_have_rendered(
 @pytest.mark.parametrize("family", named(ALL))
 @OF_EACH
 @given(messages=dialogues(), retain=st.booleans())
-def test_a_known_rendering_of_the_parents_request_spares_asking_for_it(
-    family: Family, messages: list[Message], retain: bool
-) -> None:
+def test_a_known_rendering_of_the_parents_request_saves_one(family: Family, messages: list[Message], retain: bool) -> None:
     at = max(at for at, message in enumerate(messages) if message["role"] == "assistant")
     history, reply, tail = messages[:at], messages[at], messages[at + 1 :]
     told = SampledReply(reply, pack_ids(said(family, reply, tail)), True)

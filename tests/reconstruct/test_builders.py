@@ -13,7 +13,7 @@ from reconstruct.accounting import account, settle
 from reconstruct.builders import RowContext, merged, per_call
 from reconstruct.records import Call, Span
 from reconstruct.trajectory import Accounting, Quarantined, Trajectory
-from tests.support.sessions.calls import Talk, call
+from tests.support.sessions.calls import Talk, call, tell
 
 REFUSED: dict[str, Any] = {"trainable": False, "quarantine_reason": "placeholder_sampled"}
 
@@ -47,10 +47,7 @@ def accounted(calls: Sequence[Call]) -> Accounting:
 
 
 def test_an_append_only_session_is_one_row() -> None:
-    talk = Talk()
-    talk.say("c1", [1, 2], [3, 4])
-    talk.go_on("c2", "c1", [5], [6])
-    talk.go_on("c3", "c2", [7, 8], [9])
+    talk = tell("c1: 1 2 | 3 4", "c2 < c1: 5 | 6", "c3 < c2: 7 8 | 9")
     assert pictured(rows_of(talk.calls)) == ["c1 c2 c3: 1 2 [3] [4] 5 [6] 7 8 [9]"]
 
 
@@ -78,27 +75,21 @@ def test_arrays_of_a_row_are_of_one_length_and_of_the_contracts_types() -> None:
 @pytest.mark.case(18)
 def test_few_shot_assistant_messages_are_prompt_and_never_trained() -> None:
     """2 and 4 stand for assistant messages that the harness wrote itself."""
-    talk = Talk()
-    talk.say("c1", [1, 2, 3, 4, 5], [6])
-    talk.go_on("c2", "c1", [7], [8])
-    assert pictured(rows_of(talk.calls)) == ["c1 c2: 1 2 3 4 5 [6] 7 [8]"]
+    assert pictured(rows_of(tell("c1: 1 2 3 4 5 | 6", "c2 < c1: 7 | 8").calls)) == ["c1 c2: 1 2 3 4 5 [6] 7 [8]"]
 
 
 @pytest.mark.case(5)
 def test_the_close_of_a_cut_reply_is_masked() -> None:
     """c1 stopped for length; 9 is the template's turn end, which the model did not say."""
-    talk = Talk()
-    talk.say("c1", [1], [2, 3], fields={"finish_reason": "length"})
-    talk.go_on("c2", "c1", [9, 5], [6], fields={"finish_reason": "length"})
+    talk = tell("c1: 1 | 2 3", "c2 < c1: 9 5 | 6", c1={"finish_reason": "length"}, c2={"finish_reason": "length"})
     rows = rows_of(talk.calls)
     assert pictured(rows) == ["c1 c2: 1 [2] [3] 9 5 [6]"]
     assert (rows[0].finish_reason, rows[0].truncated) == ("length", True)
 
 
 def test_a_row_ends_as_its_last_call_did() -> None:
-    talk = Talk()
-    talk.say("c1", [1], [2], fields={"finish_reason": "length", "role": "main"})
-    talk.go_on("c2", "c1", [3], [4], fields={"finish_reason": "tool_calls", "role": "subagent", "agent": "explore"})
+    last = {"finish_reason": "tool_calls", "role": "subagent", "agent": "explore"}
+    talk = tell("c1: 1 | 2", "c2 < c1: 3 | 4", c1={"finish_reason": "length"}, c2=last)
     (row,) = rows_of(talk.calls)
     assert (row.finish_reason, row.truncated, row.role, row.agent) == ("tool_calls", False, "subagent", "explore")
 
@@ -110,118 +101,58 @@ def test_a_row_ends_as_its_last_call_did() -> None:
 def test_a_retried_first_turn_loses_nothing_afterwards() -> None:
     """The reply c1 never arrived; the harness asked again and went on from c2. c1 is quarantined where its record
     says so, and trained as a row of its own where it does not."""
-    for fields, rows in (
-        (REFUSED, ["c2 c3: 1 2 [4] 5 [6]"]),
-        ({}, ["c1: 1 2 [3]", "c2 c3: 1 2 [4] 5 [6]"]),
-    ):
-        talk = Talk()
-        talk.say("c1", [1, 2], [3], fields=fields)
-        talk.say("c2", [1, 2], [4], base="c1")
-        talk.go_on("c3", "c2", [5], [6])
+    for fields, rows in ((REFUSED, ["c2 c3: 1 2 [4] 5 [6]"]), ({}, ["c1: 1 2 [3]", "c2 c3: 1 2 [4] 5 [6]"])):
+        talk = tell("c1: 1 2 | 3", "c2 @ c1: 1 2 | 4", "c3 < c2: 5 | 6", c1=fields)
         assert pictured(rows_of(talk.calls)) == rows
 
 
 def test_a_refused_call_in_mid_session_is_untrained_with_its_reason() -> None:
-    """
-    c1  1 | 2
-    c2  1   2 3 | 4      refused
-    c3  1   2 3 | 5
-    c4  1   2 3   5 6 | 7
-    """
-    talk = Talk()
-    talk.say("c1", [1], [2])
-    talk.go_on("c2", "c1", [3], [4], fields=REFUSED)
-    talk.go_on("c3", "c1", [3], [5])
-    talk.go_on("c4", "c3", [6], [7])
+    talk = tell("c1: 1 | 2", "c2 < c1: 3 | 4", "c3 < c1: 3 | 5", "c4 < c3: 6 | 7", c2=REFUSED)
     assert pictured(rows_of(talk.calls)) == ["c1 c3 c4: 1 [2] 3 [5] 6 [7]"]
     assert accounted(talk.calls) == Accounting(4, 3, (Quarantined("c2", 1, "placeholder_sampled"),), complete=False)
 
 
 def test_a_refused_call_that_was_continued_is_context_of_what_followed() -> None:
     """c2 is refused, but c3 was sampled after its tokens: they stay in the row, masked, and c1 is trained once."""
-    talk = Talk()
-    talk.say("c1", [1], [2])
-    talk.go_on("c2", "c1", [3], [4], fields=REFUSED)
-    talk.go_on("c3", "c2", [5], [6])
+    talk = tell("c1: 1 | 2", "c2 < c1: 3 | 4", "c3 < c2: 5 | 6", c2=REFUSED)
     assert pictured(rows_of(talk.calls)) == ["c1 c2 c3: 1 [2] 3 4 5 [6]"]
 
 
 def test_a_branch_whose_end_is_refused_still_trains_its_beginning() -> None:
     """The refused c3 is nobody's context: the row ends before it."""
-    talk = Talk()
-    talk.say("c1", [1], [2])
-    talk.go_on("c2", "c1", [3], [4])
-    talk.go_on("c3", "c2", [5], [6], fields=REFUSED)
-    assert pictured(rows_of(talk.calls)) == ["c1 c2: 1 [2] 3 [4]"]
+    assert pictured(rows_of(tell("c1: 1 | 2", "c2 < c1: 3 | 4", "c3 < c2: 5 | 6", c3=REFUSED).calls)) == ["c1 c2: 1 [2] 3 [4]"]
 
 
 @pytest.mark.case(27)
 def test_best_of_n_keeps_every_choice_and_merges_none() -> None:
-    """Three choices of one call; the session goes on from the second. The first branch trains what they share.
-
-    c1  1 | 2
-    c2  1   2 3 | 4
-    c3  1   2 3 | 5      stored on c2
-    c4  1   2 3 | 6      stored on c2
-    c5  1   2 3   5 7 | 8
-    """
-    talk = Talk()
-    talk.say("c1", [1], [2])
-    talk.go_on("c2", "c1", [3], [4])
-    talk.say("c3", [1, 2, 3], [5], parent="c1", base="c2")
-    talk.say("c4", [1, 2, 3], [6], parent="c1", base="c2")
-    talk.go_on("c5", "c3", [7], [8])
-    assert pictured(rows_of(talk.calls)) == [
-        "c1 c2: 1 [2] 3 [4]",
-        "c1 c4: 1 2 3 [6]",
-        "c1 c3 c5: 1 2 3 [5] 7 [8]",
-    ]
+    """Three choices of one call; the session goes on from the second. The first branch trains what they share."""
+    talk = tell("c1: 1 | 2", "c2 < c1: 3 | 4", "c3 / c1 @ c2: 1 2 3 | 5", "c4 / c1 @ c2: 1 2 3 | 6", "c5 < c3: 7 | 8")
+    assert pictured(rows_of(talk.calls)) == ["c1 c2: 1 [2] 3 [4]", "c1 c4: 1 2 3 [6]", "c1 c3 c5: 1 2 3 [5] 7 [8]"]
 
 
 def test_equal_choices_are_each_trained() -> None:
     """Two samples that happen to be the same are two samples."""
-    talk = Talk()
-    talk.say("c1", [1], [2])
-    talk.say("c2", [1], [2], base="c1", base_length=1)
-    assert pictured(rows_of(talk.calls)) == ["c1: 1 [2]", "c2: 1 [2]"]
+    assert pictured(rows_of(tell("c1: 1 | 2", "c2 @ c1: 1 | 2").calls)) == ["c1: 1 [2]", "c2: 1 [2]"]
 
 
 @pytest.mark.case(28)
 def test_a_session_that_goes_on_from_an_older_sibling_branches_there() -> None:
-    """
-    c1  1 | 2
-    c2  1   2 3 | 4
-    c3  1   2 3   4 5 | 6
-    c4  1   2 7 | 8      back to c1
-    """
-    talk = Talk()
-    talk.say("c1", [1], [2])
-    talk.go_on("c2", "c1", [3], [4])
-    talk.go_on("c3", "c2", [5], [6])
-    talk.go_on("c4", "c1", [7], [8])
+    talk = tell("c1: 1 | 2", "c2 < c1: 3 | 4", "c3 < c2: 5 | 6", "c4 < c1: 7 | 8")
     assert pictured(rows_of(talk.calls)) == ["c1 c2 c3: 1 [2] 3 [4] 5 [6]", "c1 c4: 1 2 7 [8]"]
 
 
 @pytest.mark.case(29)
 def test_two_interleaved_conversations_are_two_branches() -> None:
-    """A1 B1 A2 B2 in time; they share the system prompt 0."""
-    talk = Talk()
-    talk.say("a1", [0, 1], [2], fields={"started_at": 1.0})
-    talk.say("b1", [0, 5], [6], base="a1", fields={"started_at": 2.0})
-    talk.go_on("a2", "a1", [3], [4], fields={"started_at": 3.0})
-    talk.go_on("b2", "b1", [7], [8], fields={"started_at": 4.0})
-    assert pictured(rows_of(talk.calls)) == ["a1 a2: 0 1 [2] 3 [4]", "b1 b2: 0 5 [6] 7 [8]"]
+    """By turns; they share the system prompt 0."""
+    talk = tell("a1: 0 1 | 2", "b2 @ a1: 0 5 | 6", "a3 < a1: 3 | 4", "b4 < b2: 7 | 8")
+    assert pictured(rows_of(talk.calls)) == ["a1 a3: 0 1 [2] 3 [4]", "b2 b4: 0 5 [6] 7 [8]"]
 
 
 @pytest.mark.case(30)
 def test_two_sub_agents_with_identical_prompts_are_two_branches() -> None:
     """They said the same first, too; each goes on from its own reply."""
-    talk = Talk()
-    talk.say("a1", [0, 1], [2], fields={"started_at": 1.0})
-    talk.say("b1", [0, 1], [2], base="a1", base_length=2, fields={"started_at": 2.0})
-    talk.go_on("b2", "b1", [3], [4], fields={"started_at": 3.0})
-    talk.go_on("a2", "a1", [3], [5], fields={"started_at": 4.0})
-    assert pictured(rows_of(talk.calls)) == ["b1 b2: 0 1 [2] 3 [4]", "a1 a2: 0 1 [2] 3 [5]"]
+    talk = tell("a1: 0 1 | 2", "b2 @ a1: 0 1 | 2", "b3 < b2: 3 | 4", "a4 < a1: 3 | 5")
+    assert pictured(rows_of(talk.calls)) == ["b2 b3: 0 1 [2] 3 [4]", "a1 a4: 0 1 [2] 3 [5]"]
 
 
 # Edits and compaction
@@ -230,19 +161,13 @@ def test_two_sub_agents_with_identical_prompts_are_two_branches() -> None:
 @pytest.mark.case(16)
 def test_an_edited_history_is_a_row_of_its_own_with_the_edit_masked() -> None:
     """The harness changed the reply 2 into 9: c2's prompt does not begin with what c1 said."""
-    talk = Talk()
-    talk.say("c1", [1], [2])
-    talk.say("c2", [1, 9, 3], [4], parent="c1", reason="edited")
-    talk.go_on("c3", "c2", [5], [6])
+    talk = tell("c1: 1 | 2", "c2 / c1: 1 9 3 | 4", "c3 < c2: 5 | 6")
     assert pictured(rows_of(talk.calls)) == ["c1: 1 [2]", "c2 c3: 1 9 3 [4] 5 [6]"]
 
 
 def test_a_retokenized_continuation_is_never_merged() -> None:
     """The engine rendered 2 3 as 23: one id differs, so the context differs, and the row branches."""
-    talk = Talk()
-    talk.say("c1", [1], [2, 3])
-    talk.say("c2", [1, 23, 5], [6], parent="c1", reason="retokenized")
-    assert pictured(rows_of(talk.calls)) == ["c1: 1 [2] [3]", "c2: 1 23 5 [6]"]
+    assert pictured(rows_of(tell("c1: 1 | 2 3", "c2 / c1: 1 23 5 | 6").calls)) == ["c1: 1 [2] [3]", "c2: 1 23 5 [6]"]
 
 
 @pytest.mark.case(31)
@@ -270,9 +195,7 @@ WORK = ("main", "subagent")
 
 def test_a_call_of_a_role_that_is_not_trained_has_a_row_of_its_own_with_nothing_to_train() -> None:
     """c2 makes a title: a root of its own."""
-    talk = Talk()
-    talk.say("c1", [1], [2])
-    talk.say("c2", [8], [9], fields={"role": "side"})
+    talk = tell("c1: 1 | 2", "c2: 8 | 9", c2={"role": "side"})
     rows = rows_of(talk.calls, train_roles=WORK)
     assert [(row.role, picture) for row, picture in zip(rows, pictured(rows), strict=True)] == [
         ("main", "c1: 1 [2]"),
@@ -283,16 +206,8 @@ def test_a_call_of_a_role_that_is_not_trained_has_a_row_of_its_own_with_nothing_
 
 def test_the_work_before_a_compaction_is_a_row_of_the_work_and_not_of_the_compaction() -> None:
     """The summary 6 was sampled after the work. Were the work trained in the summary's row, it would be labelled "compaction",
-    and a trainer that takes the agent's own work alone would lose it.
-
-    c1  1 | 2
-    c2  1   2 3 | 4
-    c3  1   2 3   4 5 | 6    the compaction
-    """
-    talk = Talk()
-    talk.say("c1", [1], [2])
-    talk.go_on("c2", "c1", [3], [4])
-    talk.go_on("c3", "c2", [5], [6], fields={"role": "compaction"})
+    and a trainer that takes the agent's own work alone would lose it."""
+    talk = tell("c1: 1 | 2", "c2 < c1: 3 | 4", "c3 < c2: 5 | 6", c3={"role": "compaction"})
     rows = rows_of(talk.calls, train_roles=WORK)
     assert [(row.role, picture) for row, picture in zip(rows, pictured(rows), strict=True)] == [
         ("main", "c1 c2: 1 [2] 3 [4]"),
@@ -302,18 +217,12 @@ def test_the_work_before_a_compaction_is_a_row_of_the_work_and_not_of_the_compac
 
 def test_a_row_that_trains_nothing_takes_no_call_from_one_that_does() -> None:
     """The compaction c2 comes before c3, which goes on from c1."""
-    talk = Talk()
-    talk.say("c1", [1], [2])
-    talk.go_on("c2", "c1", [5], [6], fields={"role": "compaction"})
-    talk.go_on("c3", "c1", [3], [4])
+    talk = tell("c1: 1 | 2", "c2 < c1: 5 | 6", "c3 < c1: 3 | 4", c2={"role": "compaction"})
     assert pictured(rows_of(talk.calls, train_roles=WORK)) == ["c1 c2: 1 2 5 6", "c1 c3: 1 [2] 3 [4]"]
 
 
 def test_a_call_of_a_role_that_is_not_trained_stays_as_context_where_the_work_went_on_from_it() -> None:
-    talk = Talk()
-    talk.say("c1", [1], [2])
-    talk.go_on("c2", "c1", [5], [6], fields={"role": "compaction"})
-    talk.go_on("c3", "c2", [3], [4])
+    talk = tell("c1: 1 | 2", "c2 < c1: 5 | 6", "c3 < c2: 3 | 4", c2={"role": "compaction"})
     assert pictured(rows_of(talk.calls, train_roles=WORK)) == ["c1 c2 c3: 1 [2] 5 6 3 [4]"]
 
 
@@ -321,11 +230,7 @@ def test_a_call_of_a_role_that_is_not_trained_stays_as_context_where_the_work_we
 
 
 def test_per_call_gives_one_row_per_trainable_call() -> None:
-    talk = Talk()
-    talk.say("c1", [1], [2])
-    talk.go_on("c2", "c1", [3], [4], fields=REFUSED)
-    talk.go_on("c3", "c2", [5], [6, 7])
-    talk.go_on("c4", "c3", [8], [])
+    talk = tell("c1: 1 | 2", "c2 < c1: 3 | 4", "c3 < c2: 5 | 6 7", "c4 < c3: 8 |", c2=REFUSED)
     assert pictured(rows_of(talk.calls, per_call)) == ["c1: 1 [2]", "c3: 1 2 3 4 5 [6] [7]"]
 
 
@@ -358,12 +263,7 @@ def trained(rows: Sequence[Trajectory]) -> list[tuple[Any, ...]]:
 
 @pytest.mark.case(34)
 def test_rows_do_not_depend_on_the_order_of_arrival() -> None:
-    talk = Talk()
-    talk.say("c1", [1], [2])
-    talk.go_on("c2", "c1", [3], [4])
-    talk.say("c3", [1, 2, 3], [5], parent="c1", base="c2")
-    talk.say("c4", [1, 2, 3], [6], parent="c1", base="c2")
-    talk.go_on("c5", "c3", [7], [8])
+    talk = tell("c1: 1 | 2", "c2 < c1: 3 | 4", "c3 / c1 @ c2: 1 2 3 | 5", "c4 / c1 @ c2: 1 2 3 | 6", "c5 < c3: 7 | 8")
     expected = named_and_pictured(rows_of(talk.calls))
     for order in permutations(talk.calls):
         assert named_and_pictured(rows_of(order)) == expected
@@ -375,10 +275,7 @@ def named_and_pictured(rows: Sequence[Trajectory]) -> list[tuple[str, str]]:
 
 def test_trajectory_ids_are_stable_and_differ_by_builder_session_and_calls() -> None:
     """They are what a trainer deduplicates by, also across builds: the values are frozen here."""
-    talk = Talk()
-    talk.say("c1", [1], [2])
-    talk.go_on("c2", "c1", [3], [4])
-    talk.go_on("c3", "c1", [5], [6])
+    talk = tell("c1: 1 | 2", "c2 < c1: 3 | 4", "c3 < c1: 5 | 6")
     first, second = rows_of(talk.calls)
     assert (first.trajectory_id, second.trajectory_id) == (FIRST_ID, SECOND_ID)
     others = [row.trajectory_id for row in (*rows_of(talk.calls, per_call), *rows_of(talk.calls[:1]))]
@@ -396,21 +293,14 @@ def test_rows_carry_what_their_session_is_told() -> None:
 
 def test_a_branch_has_its_own_reward_where_it_was_given_one() -> None:
     """By its last call, or by its trajectory id."""
-    talk = Talk()
-    talk.say("c1", [1], [2])
-    talk.go_on("c2", "c1", [3], [4])
-    talk.go_on("c3", "c1", [5], [6])
-    talk.go_on("c4", "c1", [7], [8])
+    talk = tell("c1: 1 | 2", "c2 < c1: 3 | 4", "c3 < c1: 5 | 6", "c4 < c1: 7 | 8")
     named = rows_of(talk.calls)[1].trajectory_id
     rewards = [row.reward for row in rows_of(talk.calls, reward=0.0, per_branch={"c2": 1.0, named: 2.0, "c1": 9.0})]
     assert rewards == [1.0, 2.0, 0.0]
 
 
 def test_rewards_of_single_calls_travel_with_the_rows_that_hold_them() -> None:
-    talk = Talk()
-    talk.say("c1", [1], [2])
-    talk.go_on("c2", "c1", [3], [4])
-    talk.go_on("c3", "c1", [5], [6])
+    talk = tell("c1: 1 | 2", "c2 < c1: 3 | 4", "c3 < c1: 5 | 6")
     rows = rows_of(talk.calls, reward=1.0, per_call={"c2": 0.25, "c9": 9.0}, metadata={"seed": 3})
     spans = {"c1": [1, 2], "c2": [3, 4]}
     assert [row.metadata for row in rows] == [

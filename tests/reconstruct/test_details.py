@@ -140,9 +140,7 @@ def test_every_detail_stands_at_its_token_and_none_is_missing_that_was_told(draw
 
 @FEWER
 @given(sessions(), st.sampled_from([merged, per_call]), st.data())
-def test_what_was_not_told_of_some_calls_is_missing_and_nothing_else_moves(
-    drawn: Drawn, builder: Builder, data: st.DataObject
-) -> None:
+def test_what_was_not_told_is_missing_and_nothing_else_moves(drawn: Drawn, builder: Builder, data: st.DataObject) -> None:
     kinds = st.lists(st.sampled_from(["top", "prompt", "routed"]), unique=True)
     calls = [
         detailed(made, prompt, data.draw(kinds), known=data.draw(st.integers(0, max(0, made.node.base_length - 1))))

@@ -10,17 +10,11 @@ import pytest
 from reconstruct.codec import encode
 from reconstruct.errors import LengthMismatch, UnknownParent
 from reconstruct.records import Forest, shared_length
-from tests.support.sessions.calls import Talk, call
+from tests.support.sessions.calls import Talk, call, tell
 
 
 def test_a_prompt_is_its_parents_ids_and_its_own() -> None:
-    """
-    c1  1 2 | 3 4
-    c2  1 2   3 4   5 | 6
-    """
-    forest = Forest(
-        [call("c1", delta=[1, 2], said=[3, 4]), call("c2", parent="c1", base="c1", base_length=4, delta=[5], said=[6])]
-    )
+    forest = Forest(tell("c1: 1 2 | 3 4", "c2 < c1: 5 | 6").calls)
     assert forest.prompt_ids("c2").tolist() == [1, 2, 3, 4, 5]
     assert forest.full_ids("c2").tolist() == [1, 2, 3, 4, 5, 6]
     assert (forest.prompt_length("c2"), forest.full_length("c2")) == (5, 6)
@@ -69,110 +63,39 @@ def test_ids_are_int32_even_where_there_are_none() -> None:
     assert forest.full_ids("c1").tolist() == []
 
 
-def test_every_choice_of_a_call_extends_the_parent_that_the_call_continues() -> None:
-    """The second and third choice repeat no prompt: they lean on the first choice, not on the parent. They extend it no less.
-
-    c1  1 2 | 3 4
-    c2  1 2   3 4   5 | 6
-    c3  (the prompt of c2) | 7
-    c4  (the prompt of c2) | 8
-    """
-    forest = Forest(
-        [
-            call("c1", delta=[1, 2], said=[3, 4]),
-            call("c2", parent="c1", base="c1", base_length=4, delta=[5], said=[6]),
-            call("c3", parent="c1", base="c2", base_length=5, said=[7]),
-            call("c4", parent="c1", base="c2", base_length=5, said=[8]),
-        ]
-    )
+def test_choices_stand_on_the_first_and_belong_to_the_parent_that_the_call_continues() -> None:
+    """The second and third choice repeat no prompt: they lean on the first choice, not on the parent."""
+    forest = Forest(tell("c1: 1 2 | 3 4", "c2 < c1: 5 | 6", "c3 / c1 @ c2: 1 2 3 4 5 | 7", "c4 / c1 @ c2: 1 2 3 4 5 | 8").calls)
     assert [forest.full_ids(name).tolist() for name in ("c3", "c4")] == [[1, 2, 3, 4, 5, 7], [1, 2, 3, 4, 5, 8]]
-    assert all(forest.extends(name) for name in ("c2", "c3", "c4"))
     assert forest.branch("c4") == ["c1", "c4"]
 
 
-def test_a_choice_that_adds_nothing_to_its_parent_still_extends_it() -> None:
-    """Continuing a cut reply: the prompt is the parent's ids alone, for both choices.
-
-    c1  1 2 | 3
-    c2  1 2   3 | 4
-    c3  1 2   3 | 5
-    """
-    forest = Forest(
-        [
-            call("c1", delta=[1, 2], said=[3]),
-            call("c2", parent="c1", base="c1", base_length=3, said=[4]),
-            call("c3", parent="c1", base="c2", base_length=3, said=[5]),
-        ]
-    )
-    assert forest.extends("c2")
-    assert forest.extends("c3")
-
-
-def test_the_choices_of_a_call_that_was_rendered_afresh_do_not_extend() -> None:
-    """
-    c1  1 2 | 3 4
-    c2  1 2   9 | 5    only two ids of c1
-    c3  (the prompt of c2) | 6
-    """
-    forest = Forest(
-        [
-            call("c1", delta=[1, 2], said=[3, 4]),
-            call("c2", parent="c1", base="c1", base_length=2, delta=[9], said=[5]),
-            call("c3", parent="c1", base="c2", base_length=3, said=[6]),
-        ]
-    )
-    assert not forest.extends("c2")
-    assert not forest.extends("c3")
+EXTENDING = {
+    "every choice of a call that goes on": (
+        ("c1: 1 2 | 3 4", "c2 < c1: 5 | 6", "c3 / c1 @ c2: 1 2 3 4 5 | 7", "c4 / c1 @ c2: 1 2 3 4 5 | 8"),
+        {"c2", "c3", "c4"},
+    ),
+    "choices that continue a cut reply": (("c1: 1 2 | 3", "c2 < c1: | 4", "c3 / c1 @ c2: 1 2 3 | 5"), {"c2", "c3"}),
+    "rendered afresh, and its choice": (("c1: 1 2 | 3 4", "c2 / c1: 1 2 9 | 5", "c3 / c1 @ c2: 1 2 9 | 6"), set()),
+    "stored on a retry that said the same by chance": (
+        ("c1: 1 2 | 3 4", "c2 @ c1: 1 2 | 3 4", "c3 / c1 @ c2: 1 2 3 4 5 | 6"),
+        {"c3"},
+    ),
+    "stored on a retry that said something else": (
+        ("c1: 1 2 | 3 4", "c2 @ c1: 1 2 | 3 7", "c3 / c1 @ c2: 1 2 3 7 5 | 6"),
+        set(),
+    ),
+    "stored whole": (("c1: 1 2 | 3 4", "c2 / c1 @ -: 1 2 3 4 5 | 6", "c3 / c1 @ -: 1 2 3 5 | 6"), {"c2"}),
+    "ends inside its parent's reply": (("c1: 1 2 | 3 4", "c2 / c1: 1 2 3 | 4"), set()),
+    "a root that leans on another, as a retried first turn": (("c1: 1 2 | 3", "c2 @ c1: 1 2 | 4"), set()),
+}
 
 
-def test_a_prompt_stored_on_an_uncle_extends_its_parent_where_the_ids_are_the_same() -> None:
-    """c3's ids stand on c2, a retry that said the same as c1 by chance; its parent is c1.
-
-    c1  1 2 | 3 4
-    c2  1 2 | 3 4
-    c3  1 2   3 4   5 | 6
-    """
-    forest = Forest(
-        [
-            call("c1", delta=[1, 2], said=[3, 4]),
-            call("c2", base="c1", base_length=2, said=[3, 4]),
-            call("c3", parent="c1", base="c2", base_length=4, delta=[5], said=[6]),
-        ]
-    )
-    assert forest.extends("c3")
-
-
-def test_a_prompt_stored_on_an_uncle_that_said_something_else_does_not_extend_its_parent() -> None:
-    """
-    c1  1 2 | 3 4
-    c2  1 2 | 3 7
-    c3  1 2   3 7   5 | 6
-    """
-    forest = Forest(
-        [
-            call("c1", delta=[1, 2], said=[3, 4]),
-            call("c2", base="c1", base_length=2, said=[3, 7]),
-            call("c3", parent="c1", base="c2", base_length=4, delta=[5], said=[6]),
-        ]
-    )
-    assert not forest.extends("c3")
-
-
-def test_a_prompt_stored_whole_extends_its_parent_where_it_begins_with_its_ids() -> None:
-    """
-    c1  1 2 | 3 4
-    c2  1 2   3 4   5 | 6   stored without a base
-    c3  1 2   3     5 | 6   stored without a base
-    """
-    forest = Forest(
-        [
-            call("c1", delta=[1, 2], said=[3, 4]),
-            call("c2", parent="c1", delta=[1, 2, 3, 4, 5], said=[6]),
-            call("c3", parent="c1", delta=[1, 2, 3, 5], said=[6]),
-        ]
-    )
-    assert forest.extends("c2")
-    assert not forest.extends("c3")
+@pytest.mark.parametrize(("calls", "extending"), EXTENDING.values(), ids=EXTENDING)
+def test_a_call_extends_its_parent_if_its_prompt_begins_with_it(calls: tuple[str, ...], extending: set[str]) -> None:
+    forest = Forest(tell(*calls).calls)
+    assert {name for name in forest.calls if forest.extends(name)} == extending
+    assert forest.branch("c2") == (["c1", "c2"] if "c2" in extending else ["c2"])
 
 
 def test_a_base_used_for_less_than_it_shares_changes_nothing() -> None:
@@ -185,22 +108,6 @@ def test_a_base_used_for_less_than_it_shares_changes_nothing() -> None:
         [call("c1", delta=[1, 2], said=[3, 4]), call("c2", parent="c1", base="c1", base_length=1, delta=[2, 3, 4, 5], said=[6])]
     )
     assert forest.extends("c2")
-
-
-def test_a_prompt_that_ends_inside_its_parents_reply_does_not_extend_it() -> None:
-    """
-    c1  1 2 | 3 4
-    c2  1 2   3 | 4
-    """
-    forest = Forest([call("c1", delta=[1, 2], said=[3, 4]), call("c2", parent="c1", base="c1", base_length=3, said=[4])])
-    assert not forest.extends("c2")
-
-
-def test_a_root_extends_nothing_though_it_leans_on_another() -> None:
-    """A retried first turn: the same prompt, no parent."""
-    forest = Forest([call("c1", delta=[1, 2], said=[3]), call("c2", base="c1", base_length=2, said=[4])])
-    assert not forest.extends("c2")
-    assert forest.branch("c2") == ["c2"]
 
 
 def test_lineage_goes_through_parents_that_share_no_tokens() -> None:

@@ -112,7 +112,5 @@ def test_media_outside_the_delta_or_upon_one_another_quarantine_the_call(media: 
         (9, [image(RED, 2)], [image(RED, 2), image(BLUE, 5)], 5),
     ],
 )
-def test_shared_ids_agree_up_to_the_first_range_that_differs(
-    shared: int, left: list[Media], right: list[Media], agreed: int
-) -> None:
+def test_shared_ids_agree_up_to_the_first_that_differs(shared: int, left: list[Media], right: list[Media], agreed: int) -> None:
     assert agreed_length(shared, left, right) == agreed_length(shared, right, left) == agreed

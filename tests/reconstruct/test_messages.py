@@ -63,12 +63,7 @@ def same(left: Sequence[Mapping[str, Any]], right: Sequence[Mapping[str, Any]]) 
 @pytest.mark.case(14)
 @pytest.mark.parametrize(
     "replayed",
-    [
-        '{"line": 1, "path": "a"}',
-        '{"path":"a","line":1}',
-        ' {\n "path" : "\\u0061", "line": 1 } ',
-        {"path": "a", "line": 1},
-    ],
+    ['{"line": 1, "path": "a"}', '{"path":"a","line":1}', ' {\n "path" : "\\u0061", "line": 1 } ', {"path": "a", "line": 1}],
 )
 def test_reordered_or_respaced_tool_arguments_are_the_same_call(replayed: Any) -> None:
     sent = assistant(calls=[tool_call()])
@@ -237,9 +232,7 @@ def test_a_changed_reply_is_an_edit() -> None:
         ("other", None),
     ],
 )
-def test_dropped_or_trimmed_reasoning_is_the_same_reply_and_other_reasoning_an_edit(
-    key: str, replayed: str | None, used: str | None
-) -> None:
+def test_dropped_or_trimmed_reasoning_is_the_same_reply_other_is_not(key: str, replayed: str | None, used: str | None) -> None:
     """The fingerprint leaves the reasoning out, so that a replay without it finds its call; the projection then compares it."""
     sent, back = assistant("yes", reasoning_content="think"), assistant("yes", **{key: replayed})
     assert projection(sent, back) == used
@@ -285,8 +278,7 @@ def test_parallel_tool_results_in_swapped_order_are_another_history() -> None:
 
 def test_tool_results_that_answer_each_others_calls_are_another_history() -> None:
     assert not same(
-        parallel("a", "b", result("a", "x"), result("b", "y")),
-        parallel("a", "b", result("b", "x"), result("a", "y")),
+        parallel("a", "b", result("a", "x"), result("b", "y")), parallel("a", "b", result("b", "x"), result("a", "y"))
     )
 
 
@@ -428,9 +420,7 @@ def test_a_role_is_part_of_a_message() -> None:
         ("policy", [], {"enable_thinking": False}),
     ],
 )
-def test_another_policy_other_tools_or_template_kwargs_are_another_root(
-    policy: str, tools: list[Any], kwargs: dict[str, Any]
-) -> None:
+def test_another_policy_tools_or_template_kwargs_make_a_root(policy: str, tools: list[Any], kwargs: dict[str, Any]) -> None:
     root = root_key(policy, tools, kwargs)
     assert root != ROOT
     assert fingerprint([user()], root) != fingerprint([user()], ROOT)

@@ -251,7 +251,7 @@ def test_every_sampled_token_is_trained_once_or_quarantined_with_a_reason(drawn:
 @pytest.mark.case(34)
 @FEWER
 @given(sessions(), st.randoms(), st.sampled_from([merged, per_call]))
-def test_the_result_does_not_depend_on_the_order_of_arrival_nor_on_the_way_through_the_store(
+def test_the_result_depends_neither_on_the_order_of_arrival_nor_on_the_store(
     drawn: Drawn, random: Any, builder: Builder
 ) -> None:
     expected = outcome(*built(drawn.records, builder)[1:])

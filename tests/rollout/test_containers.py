@@ -5,17 +5,13 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-
-import pytest
 
 from contract.tasks import Exec, HarnessSpec, Task, Upload
 from rollout.attempts import node_prefix
 from rollout.task_sources import harbor_task
 from tests import ROOT
-from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.runtimes.rollout_nodes import ASK, World
 from tests.support.runtimes.runtime_places import Place, contained
 from tests.support.service.running_service import TRAINER
@@ -23,13 +19,6 @@ from tests.support.service.running_service import TRAINER
 FOLDER = ROOT / "tests/support/runtimes/formats/harbor_slugify"
 NOT_ALL = "s/tr 'A-Z' 'a-z' | //"
 """Without it great letters go: one of four answers is right."""
-
-
-@pytest.fixture
-def engine() -> Iterator[ScriptedEngine]:
-    with ScriptedEngine("qwen3") as engine:
-        engine.script = lambda generation, index: Say("hello world")
-        yield engine
 
 
 def harbor(place: Place, folder: Path, task_id: str, change: str) -> Task:

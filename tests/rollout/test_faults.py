@@ -10,7 +10,6 @@ import os
 import socket
 import sys
 import tarfile
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path, PurePosixPath
@@ -26,30 +25,31 @@ from contract.sessions import Unserved
 from contract.tasks import EvaluatorSpec, Exec, HarnessSpec, RuntimeSpec
 from proxy.call.writer import FailureNotes
 from proxy.errors import BudgetExhausted, EngineFailed, StoreUnavailable
-from proxy.store.connection import StoreConnection
 from proxy.store.tasks import keys
 from rollout.attempts import RETRIED, RolloutFailed
 from rollout.evaluation import Evaluation
 from rollout.evaluators import catalogue
 from rollout.evaluators.base import Score
 from rollout.harnesses.catalogue import load
-from rollout.harnesses.definition import parse
+from rollout.harnesses.definition import Harness, parse
 from rollout.logs import AttemptLogs
 from rollout.runtimes.base import Executed, Runtime
 from rollout.runtimes.command_runtime import CommandRuntime
 from rollout.stages import Slots, Stage, within
 from rollout.steps import check_run, remove
 from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine
-from tests.support.runtimes.rollout_nodes import ASK, SECONDS, WatchedNode, World, a_task, unsandboxed
-from tests.support.service.rollout_service import serving_tasks
+from tests.support.runtimes.rollout_nodes import (
+    ASK,
+    SECONDS,
+    WatchedNode,
+    World,
+    a_task,
+    failure_of,
+    reward_of,
+    serving_world,
+    unsandboxed,
+)
 from tests.support.service.running_service import TRAINER
-
-
-@pytest.fixture
-def engine() -> Iterator[ScriptedEngine]:
-    with ScriptedEngine("qwen3") as engine:
-        engine.script = lambda generation, index: Say("hello world")
-        yield engine
 
 
 def session_ids(world: World) -> set[str]:
@@ -67,9 +67,7 @@ async def test_a_node_goes_on_with_others_when_it_cannot_read_a_task(world: Worl
     assert state.status == "completed", state.verdict
 
 
-async def test_what_a_node_takes_as_it_begins_to_drain_costs_its_rollout_nothing(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_taking_as_the_drain_begins_costs_a_rollout_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     task = await world.submit(a_task(on_lost_node="fail", max_attempts=1))
     answered, gate = asyncio.Event(), asyncio.Event()
     async with world.node("first") as first:
@@ -140,11 +138,8 @@ def too_large(case: Any) -> dict[str, Any]:
 
 async def test_a_score_that_cannot_be_kept_is_no_reward(world: World) -> None:
     scored = EvaluatorSpec("python", {"entry": f"{__name__}:too_large"}, fresh_runtime=False)
-    task = await world.submit(a_task(evaluator=scored))
-    async with world.node():
-        (state,) = await world.ended(task)
-    assert state.verdict is not None and state.verdict.failure is not None
-    assert (state.verdict.failure.failure, state.attempt) == (Failure.BAD_REWARD, 1), state.verdict.failure.message
+    (state,) = await world.run(a_task(evaluator=scored))
+    assert (failure_of(state).failure, state.attempt) == (Failure.BAD_REWARD, 1), failure_of(state).message
 
 
 def quoting_a_file_name(case: Any) -> float:
@@ -157,9 +152,8 @@ async def test_a_failure_is_kept_whatever_its_message_quotes_of_the_agents(world
     task = await world.submit(a_task(evaluator=scored))
     async with world.node():
         (state,) = await asyncio.wait_for(world.ended(task), SECONDS)
-    assert state.verdict is not None and state.verdict.failure is not None
-    assert (state.verdict.failure.failure, state.attempt) == (Failure.EVALUATOR_FAILED, 1)
-    assert "no reward for caf?.txt" in state.verdict.failure.message and len(state.verdict.failure.message) < 2**16
+    assert (failure_of(state).failure, state.attempt) == (Failure.EVALUATOR_FAILED, 1)
+    assert "no reward for caf?.txt" in failure_of(state).message and len(failure_of(state).message) < 2**16
 
 
 @pytest.mark.parametrize(
@@ -174,47 +168,32 @@ async def test_a_failure_is_kept_whatever_its_message_quotes_of_the_agents(world
     ],
     ids=lambda error: type(error).__name__,
 )
-async def test_an_evaluator_that_breaks_is_not_the_nodes_failure(
+async def test_a_broken_evaluator_is_not_the_nodes_failure(
     world: World, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    class Broken:
-        name, needs_runtime = "broken", False
+    async def evaluate(case: Any) -> Any:
+        raise error
 
-        async def evaluate(self, case: Any) -> Any:
-            raise error
-
-    monkeypatch.setattr(catalogue, "load", lambda name: Broken())
-    task = await world.submit(a_task())
-    async with world.node():
-        (state,) = await world.ended(task)
-    assert state.verdict is not None and state.verdict.failure is not None
-    assert (state.verdict.failure.failure, state.attempt) == (Failure.EVALUATOR_FAILED, 1)
-    assert type(error).__name__ in state.verdict.failure.message
+    monkeypatch.setattr(catalogue, "load", lambda name: SimpleNamespace(name=name, needs_runtime=False, evaluate=evaluate))
+    (state,) = await world.run(a_task())
+    assert (failure_of(state).failure, state.attempt) == (Failure.EVALUATOR_FAILED, 1)
+    assert type(error).__name__ in failure_of(state).message
 
 
-async def test_an_evaluator_for_which_the_node_has_no_room_is_tried_again(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_evaluator_without_room_on_its_node_is_tried_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = count()
 
-    class Writes:
-        name, needs_runtime = "writes", False
+    async def evaluate(case: Any) -> Any:
+        if next(asked) == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return Score(1.0)
 
-        async def evaluate(self, case: Any) -> Any:
-            if next(asked) == 0:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return Score(1.0)
-
-    monkeypatch.setattr(catalogue, "load", lambda name: Writes())
-    task = await world.submit(a_task())
-    async with world.node():
-        (state,) = await world.ended(task)
+    monkeypatch.setattr(catalogue, "load", lambda name: SimpleNamespace(name=name, needs_runtime=False, evaluate=evaluate))
+    (state,) = await world.run(a_task())
     assert ([failure.failure for failure in state.failures], state.status) == ([Failure.NODE_FAILED], "completed")
 
 
-async def test_a_fresh_runtime_that_cannot_be_reached_is_not_the_evaluators_failure(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_unreachable_fresh_runtime_is_not_the_evaluators_fault(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     warm, asked = Evaluation._warm, count()
 
     async def fail_once(self: Evaluation) -> Runtime:
@@ -224,29 +203,22 @@ async def test_a_fresh_runtime_that_cannot_be_reached_is_not_the_evaluators_fail
 
     monkeypatch.setattr(Evaluation, "_warm", fail_once)
     scored = EvaluatorSpec("command", {"command": "true"}, runtime=unsandboxed())
-    task = await world.submit(a_task(evaluator=scored))
-    async with world.node():
-        (state,) = await world.ended(task)
+    (state,) = await world.run(a_task(evaluator=scored))
     assert ([failure.failure for failure in state.failures], state.status) == ([Failure.NODE_FAILED], "completed")
 
 
 async def test_a_rollout_ends_also_when_the_service_will_never_take_its_session(world: World) -> None:
     """The metadata is no JSON: it came from a client that did not check it."""
-    task = await world.submit(a_task(prepare=(Exec("exit 3"),), metadata={"score": float("nan")}))
-    async with world.node():
-        (state,) = await world.ended(task)
-    assert state.verdict is not None and state.verdict.failure is not None
-    assert (state.status, state.verdict.failure.failure) == ("failed", Failure.PREPARE_FAILED)
+    (state,) = await world.run(a_task(prepare=(Exec("exit 3"),), metadata={"score": float("nan")}))
+    assert (state.status, failure_of(state).failure) == ("failed", Failure.PREPARE_FAILED)
 
 
 async def test_what_is_collected_outside_of_the_workdir_comes_to_where_it_was(world: World) -> None:
     left = world.folder / "left.txt"
     again = f"test -s {left} && test -s said.txt && ! test -e .{left}"
     scored = EvaluatorSpec("command", {"command": again}, collect=("said.txt", str(left)), runtime=unsandboxed())
-    task = await world.submit(a_task(instruction=f"{ASK}\necho left > {left}", evaluator=scored))
-    async with world.node():
-        (state,) = await world.ended(task)
-    assert state.verdict is not None and state.verdict.reward == 1.0, state.verdict
+    (state,) = await world.run(a_task(instruction=f"{ASK}\necho left > {left}", evaluator=scored))
+    assert reward_of(state) == 1.0, state.verdict
 
 
 FAILS = "echo '<testsuite><testcase name=\"a\"><failure/></testcase></testsuite>' > report.xml"
@@ -265,16 +237,14 @@ async def test_no_agent_escapes_its_reward_by_what_may_not_be_written(world: Wor
     first, *closed = left.split()
     made = f"mkdir -p {PurePosixPath(first).parent}\ntouch {first}\nchmod 500 {' '.join(closed)}"
     ask = ASK.replace(sys.executable, "/usr/bin/python3")
-    task = await world.submit(
+    (state,) = await world.run(
         a_task(instruction=f"{ask}\n{made}", evaluator=spec, runtime=RuntimeSpec(memory_mb=256, cpus=0.1))
     )
-    async with world.node():
-        (state,) = await world.ended(task)
     assert (state.status, state.attempt) == ("completed", 1), (state.verdict, state.failures)
-    assert state.verdict is not None and state.verdict.reward == 0.0
+    assert reward_of(state) == 0.0
 
 
-async def test_what_an_agents_own_tar_brings_beside_what_is_collected_is_refused(
+async def test_what_an_agents_own_tar_adds_to_what_is_collected_is_refused(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a container it is root, and may put a program of its own in place of `tar`. The list says what its work may consist of."""
@@ -354,9 +324,7 @@ async def test_a_budget_does_not_run_while_its_rollout_waits_for_a_place() -> No
 
 async def test_a_trainer_does_not_wait_for_a_group_of_which_a_rollout_failed_for_good(world: World) -> None:
     fails = f'case "$OPENAI_BASE_URL" in *t.0.1*) exit 3;; esac\n{ASK}'
-    task = await world.submit(a_task(instruction=fails, num_samples=3))
-    async with world.node():
-        states = await world.ended(task)
+    states = await world.run(a_task(instruction=fails, num_samples=3))
     assert [state.status for state in states] == ["failed", "completed", "completed"]
     (letter,) = world.service.request("GET", "/batches/dead").json()["dead_letters"]
     assert (letter["group_id"], sorted(letter["session_ids"])) == ("t", ["t.0.1", "t.1.1", "t.2.1"])
@@ -367,16 +335,9 @@ async def test_a_judge_is_asked_also_while_trainers_are_behind(engine: ScriptedE
     """The one group that may be undelivered waits for this very verdict."""
     replies = iter([Say("hello world"), Say('{"score": 10}')])
     engine.script = lambda generation, index: next(replies)
-    with serving_tasks(redis_url, engine.url, engine_api="token", max_undelivered_groups=1) as service:
-        connection = StoreConnection(redis_url)
-        world = World(service, redis_url, connection, tmp_path)
-        try:
-            task = await world.submit(a_task(evaluator=JUDGED))
-            async with world.node():
-                (state,) = await world.ended(task)
-        finally:
-            await connection.close()
-    assert state.verdict is not None and state.verdict.reward == 1.0, state.verdict
+    async with serving_world(redis_url, engine.url, tmp_path, max_undelivered_groups=1) as world:
+        (state,) = await world.run(a_task(evaluator=JUDGED))
+    assert reward_of(state) == 1.0, state.verdict
 
 
 JUDGED = EvaluatorSpec("llm_judge", {"rubric": "10 for a greeting", "model": "policy"}, fresh_runtime=False)
@@ -386,25 +347,18 @@ async def test_a_judge_whose_engine_fails_a_call_is_asked_again(world: World, en
     """The agent's work is done: it must not be lost to a replica that restarts."""
     replies = iter([Say("hello world"), Fail(), Fail(), Say('{"score": 10}')])
     engine.script = lambda generation, index: next(replies)
-    task = await world.submit(a_task(evaluator=JUDGED))
-    async with world.node():
-        (state,) = await world.ended(task)
+    (state,) = await world.run(a_task(evaluator=JUDGED))
     assert (state.status, state.attempt, state.failures) == ("completed", 1, ())
-    assert state.verdict is not None and state.verdict.reward == 1.0
+    assert reward_of(state) == 1.0
 
 
-async def test_an_evaluator_whose_question_to_a_judge_is_refused_is_not_tried_again(
-    world: World, engine: ScriptedEngine
-) -> None:
+async def test_an_evaluator_whose_judge_refuses_the_question_is_not_tried_again(world: World, engine: ScriptedEngine) -> None:
     """Such as one that is too long: the next attempt of the agent would end there, too."""
     asked = count()
     engine.script = lambda generation, index: Fail(status=400, message="too long") if next(asked) else Say("hello world")
-    task = await world.submit(a_task(evaluator=JUDGED))
-    async with world.node():
-        (state,) = await world.ended(task)
-    assert state.verdict is not None and state.verdict.failure is not None
-    assert (state.verdict.failure.failure, state.attempt) == (Failure.EVALUATOR_FAILED, 1), state.failures
-    assert "too long" in state.verdict.failure.message
+    (state,) = await world.run(a_task(evaluator=JUDGED))
+    assert (failure_of(state).failure, state.attempt) == (Failure.EVALUATOR_FAILED, 1), state.failures
+    assert "too long" in failure_of(state).message
 
 
 async def test_a_group_that_has_begun_is_completed_by_a_node_whose_only_slot_is_wanted_by_another(
@@ -416,90 +370,79 @@ async def test_a_group_that_has_begun_is_completed_by_a_node_whose_only_slot_is_
     monkeypatch.setattr("rollout.node.LOOK_SECONDS", 0.2)
     monkeypatch.setattr("proxy.tasks.takes.LOOK_SECONDS", 0.2)
     gate = tmp_path / "gate"
-    with serving_tasks(redis_url, engine.url, engine_api="token", max_undelivered_groups=1) as service:
-        connection = StoreConnection(redis_url)
-        try:
-            world = World(service, redis_url, connection, tmp_path)
-            begun = await world.submit(a_task("begun", f"{ASK}\nuntil test -e {gate}; do sleep 0.1; done", num_samples=2))
-            async with world.node(slots=Slots(prepare=1, ready=0, run=1, evaluate=1)):
-                await world.until(lambda: session_ids(world) == {"begun.0.1"}, "its group has begun")
-                urgent = await world.submit(a_task("urgent", priority=90, max_attempts=1))
-                gate.touch()
-                states = await world.ended(begun)
-                assert service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 1}).status_code == 200
-                (held,) = await world.ended(urgent)
-        finally:
-            await connection.close()
+    async with serving_world(redis_url, engine.url, tmp_path, max_undelivered_groups=1) as world:
+        begun = await world.submit(a_task("begun", f"{ASK}\nuntil test -e {gate}; do sleep 0.1; done", num_samples=2))
+        async with world.node(slots=Slots(prepare=1, ready=0, run=1, evaluate=1)):
+            await world.until(lambda: session_ids(world) == {"begun.0.1"}, "its group has begun")
+            urgent = await world.submit(a_task("urgent", priority=90, max_attempts=1))
+            gate.touch()
+            states = await world.ended(begun)
+            assert world.service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 1}).status_code == 200
+            (held,) = await world.ended(urgent)
     assert [(state.status, state.attempt) for state in states] == [("completed", 1)] * 2
     assert (held.status, held.attempt, held.failures) == ("completed", 2, ()), held.verdict
+
+
+SERVED = {"call_id": "a", "status": "finished", "started_at": 2.0}
+DIED = {"call_id": "b", "status": "dangling", "started_at": 3.0}
+
+
+def judge_run(
+    folder: Path, done: Executed, calls: list[Any], session: Any = None, harness: Harness | None = None
+) -> Failure | None:
+    """Why the run of an agent that ended so is a failed attempt; None: it is scored."""
+    run: Any = SimpleNamespace(harness=harness or load("pi"), logs=AttemptLogs("n", folder, AttemptId("t", 0, 1)))
+    try:
+        check_run(run, done, calls, session or {})
+    except RolloutFailed as failed:
+        return failed.failure
+    return None
 
 
 @pytest.mark.parametrize("exit_code", [0, 1, 130])
 def test_an_agent_that_its_sessions_budget_ended_is_scored_however_it_took_that(tmp_path: Path, exit_code: int) -> None:
     """What it did until then is what the policy did; another attempt would end there, too."""
-    harness: Any = SimpleNamespace(harness=load("pi"), logs=AttemptLogs("n", tmp_path, AttemptId("t", 0, 1)))
-    served = {"call_id": "a", "status": "finished", "started_at": 2.0}
     refused = {"call_id": "b", "at": 3.0, "code": BudgetExhausted.code, "message": "the budget is spent"}
-    check_run(harness, Executed(exit_code, b"", b""), [served], {"unserved": refused})
+    assert judge_run(tmp_path, Executed(exit_code, b"", b""), [SERVED], {"unserved": refused}) is None
 
 
 def test_an_agent_that_exits_with_its_code_for_finished_work_is_scored_if_the_last_reply_ended_it(tmp_path: Path) -> None:
     definition = parse({"dialect": "chat", "argv": ["agent"], "finished_exit_codes": [1]}, "mine")
-    harness: Any = SimpleNamespace(harness=definition, logs=AttemptLogs("n", tmp_path, AttemptId("t", 0, 1)))
     state = {"role": "main", "status": "finished", "delivered": True, "invalid_tool_call": False, "started_at": 2.0}
     ends = {**state, "call_id": "a", "finish_reason": "stop", "reply": {"content": "Done."}}
-    check_run(harness, Executed(1, b"", b""), [ends])
     acts = {**ends, "call_id": "b", "finish_reason": "tool_calls", "started_at": 3.0}
     unserved = {"unserved": {"call_id": "c", "at": 3.0, "code": EngineFailed.code, "message": "it broke"}}
     for exit_code, calls, session, failure in (
+        (1, [ends], {}, None),
         (1, [ends, acts], {}, Failure.HARNESS_FAILED),
         (2, [ends], {}, Failure.HARNESS_FAILED),
         (137, [ends], {}, Failure.HARNESS_CRASHED),
         (1, [ends], unserved, Failure.SERVICE_FAILED),
         (0, [ends, {**ends, "call_id": "d", "role": "side", "started_at": 4.0}], unserved, Failure.SERVICE_FAILED),
     ):
-        with pytest.raises(RolloutFailed) as failed:
-            check_run(harness, Executed(exit_code, b"", b""), calls, session)
-        assert failed.value.failure is failure
+        assert judge_run(tmp_path, Executed(exit_code, b"", b""), calls, session, definition) is failure
 
 
 @pytest.mark.parametrize("exit_code", [0, 1])
 def test_an_agent_whose_last_call_the_service_died_in_is_tried_again(tmp_path: Path, exit_code: int) -> None:
     """What it does then, giving up well or badly, is nothing that the policy did."""
-    attempt = AttemptId("t", 0, 1)
-    harness: Any = SimpleNamespace(harness=load("pi"), logs=AttemptLogs("n", tmp_path, attempt))
-    done = Executed(exit_code, b"", b"")
-    served = {"call_id": "a", "status": "finished", "started_at": 2.0}
-    died = {"call_id": "b", "status": "dangling", "started_at": 3.0}
-    with pytest.raises(RolloutFailed) as failed:
-        check_run(harness, done, [served, died])
-    assert failed.value.failure is Failure.SERVICE_FAILED and failed.value.failure in RETRIED
+    assert judge_run(tmp_path, Executed(exit_code, b"", b""), [SERVED, DIED]) is Failure.SERVICE_FAILED
+    assert Failure.SERVICE_FAILED in RETRIED
     again = {"call_id": "c", "status": "finished", "started_at": 4.0}
-    check_run(harness, Executed(0, b"", b""), [served, again, died])
+    assert judge_run(tmp_path, Executed(0, b"", b""), [SERVED, again, DIED]) is None
 
 
 def test_an_agent_that_is_stopped_in_a_call_that_hangs_ran_out_of_its_own_budget(tmp_path: Path) -> None:
-    attempt = AttemptId("t", 0, 1)
-    harness: Any = SimpleNamespace(harness=load("pi"), logs=AttemptLogs("n", tmp_path, attempt))
-    died = {"call_id": "b", "status": "dangling", "started_at": 3.0}
-    check_run(
-        harness,
-        Executed(143, b"", b"", timed_out=True),
-        [died],
-        {"unserved": {"at": 4.0, "call_id": "b", "code": "engine_failed", "message": "it hung"}},
-    )
+    unserved = {"at": 4.0, "call_id": "b", "code": "engine_failed", "message": "it hung"}
+    assert judge_run(tmp_path, Executed(143, b"", b"", timed_out=True), [DIED], {"unserved": unserved}) is None
 
 
 @pytest.mark.parametrize("fails_after", [0, 1])
-async def test_an_agent_whose_last_call_the_engine_failed_is_tried_again(
-    world: World, engine: ScriptedEngine, fails_after: int
-) -> None:
+async def test_an_agent_whose_last_call_failed_is_tried_again(world: World, engine: ScriptedEngine, fails_after: int) -> None:
     """It ends well all the same, and there is no record of that call."""
     asked = count()
     engine.script = lambda generation, index: Fail() if next(asked) == fails_after else Say("hello world")
-    task = await world.submit(a_task(instruction=f"{ASK}\n{ASK}\ntrue" if fails_after else f"{ASK}\ntrue"))
-    async with world.node():
-        (state,) = await world.ended(task)
+    (state,) = await world.run(a_task(instruction=f"{ASK}\n{ASK}\ntrue" if fails_after else f"{ASK}\ntrue"))
     (failure,) = state.failures
     assert (failure.failure, state.status, state.attempt) == (Failure.SERVICE_FAILED, "completed", 2)
     assert "engine_failed" in failure.message
@@ -551,9 +494,7 @@ async def test_of_calls_that_the_store_failed_the_last_of_a_session_is_noted_by_
 async def test_an_agent_that_asked_again_after_a_failure_is_scored(world: World, engine: ScriptedEngine) -> None:
     asked = count()
     engine.script = lambda generation, index: Say("hello world") if next(asked) else Fail()
-    task = await world.submit(a_task(instruction=f"{ASK}\n{ASK}"))
-    async with world.node():
-        (state,) = await world.ended(task)
+    (state,) = await world.run(a_task(instruction=f"{ASK}\n{ASK}"))
     assert (state.status, state.attempt, state.calls) == ("completed", 1, 1)
 
 
@@ -575,10 +516,8 @@ async def test_a_service_that_is_away_for_long_uses_up_no_attempt(world: World, 
 async def test_a_rollout_waits_for_its_model_and_uses_up_no_attempt(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The list of models is refused for a while, then empty, then whole."""
     monkeypatch.setattr("rollout.course.LONGEST_PAUSE_SECONDS", 0.05)
-    send, answers = (
-        httpx.AsyncClient.send,
-        [httpx.Response(503), httpx.Response(429), httpx.Response(200, json={"data": []})],
-    )
+    send = httpx.AsyncClient.send
+    answers = [httpx.Response(503), httpx.Response(429), httpx.Response(200, json={"data": []})]
 
     async def asked(self: httpx.AsyncClient, request: httpx.Request, **more: Any) -> httpx.Response:
         if request.url.path.endswith("/v1/models") and answers:
@@ -589,9 +528,7 @@ async def test_a_rollout_waits_for_its_model_and_uses_up_no_attempt(world: World
     env = {"OPENAI_BASE_URL": "{openai}", "OPENAI_API_KEY": "{api_key}"}
     argv = ["sh", "-c", f"test $0 = policy && {ASK}", "{model}", "{prompt}"]
     definition = {"description": "asks", "dialect": "chat", "argv": argv, "env": env}
-    task = await world.submit(replace(a_task(max_attempts=1), harness=HarnessSpec("asks", definition)))
-    async with world.node():
-        (state,) = await world.ended(task)
+    (state,) = await world.run(replace(a_task(max_attempts=1), harness=HarnessSpec("asks", definition)))
     assert (state.status, state.attempt, state.failures, answers) == ("completed", 1, (), []), state.verdict
 
 

@@ -45,7 +45,7 @@ def test_a_node_with_a_wrong_token_takes_nothing(redis_server: RedisServer, tmp_
 
 
 @pytest.mark.parametrize("variable", ["VERBATIM_NODE_TOKEN", "VERBATIM_ADMIN_TOKEN"])
-async def test_a_node_is_let_in_with_a_token_of_its_own_or_the_admins(
+async def test_a_node_is_let_in_with_its_own_token_or_the_admins(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     for name in (token_of.NODE, token_of.ADMIN):
@@ -127,14 +127,7 @@ async def test_a_service_that_is_away_is_waited_for(redis_server: RedisServer, c
 
 def test_a_node_writes_its_log_as_json_where_it_is_told_to(redis_server: RedisServer, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    flags = [
-        "--url",
-        "http://127.0.0.1:9",
-        "--data-dir",
-        str(tmp_path / "node"),
-        "--runtime",
-        "local",
-    ]
+    flags = ["--url", "http://127.0.0.1:9", "--data-dir", str(tmp_path / "node"), "--runtime", "local"]
     variables = environment(VERBATIM_ADMIN_TOKEN=ADMIN, VERBATIM_LOCAL_SANDBOX="none", VERBATIM_LOG_FORMAT="json")
     with log.open("w") as written, subprocess.Popen([*COMMAND, "node", *flags], env=variables, stderr=written) as node:
         try:

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from rollout.logs import SETTLED_SECONDS, KeptLogs
-from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.runtimes.rollout_nodes import ASK, World, a_task
 
 BOUND_BYTES = 100_000
-
-
-@pytest.fixture
-def engine() -> Iterator[ScriptedEngine]:
-    with ScriptedEngine("qwen3") as engine:
-        engine.script = lambda generation, index: Say("hello world")
-        yield engine
 
 
 def write(root: Path, attempt: str, *, size: int = 40_000, age_seconds: float = 0.0) -> Path:

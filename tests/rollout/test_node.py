@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import pytest
 from contract.attempts import AttemptId, Failure, RolloutState
 from contract.sessions import ForkRequest, Lookahead
 from contract.tasks import Budgets, EvaluatorSpec, Exec, HarnessSpec, McpServer, RuntimeSpec, Upload
-from proxy.store.connection import StoreConnection
 from rollout import steps
 from rollout.attempts import node_prefix, runtime_name
 from rollout.runtimes.base import RuntimeFailed
@@ -24,20 +22,12 @@ from rollout.runtimes.local.runtime import LocalKind
 from rollout.stages import Slots
 from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine
 from tests.support.machine import unavailable
-from tests.support.runtimes.rollout_nodes import ASK, World, a_task
+from tests.support.runtimes.rollout_nodes import ASK, World, a_task, failure_of, reward_of, serving_world
 from tests.support.runtimes.runtime_places import no_sandbox
 from tests.support.service.redis_server import running_redis
-from tests.support.service.rollout_service import serving_tasks
 from tests.support.service.running_service import TRAINER
 
 SLEEP = "sleep 600"
-
-
-@pytest.fixture
-def engine(request: pytest.FixtureRequest) -> Iterator[ScriptedEngine]:
-    with ScriptedEngine("qwen3", **getattr(request, "param", {})) as engine:
-        engine.script = lambda generation, index: Say("hello world")
-        yield engine
 
 
 async def test_the_rollouts_of_a_task_are_run_scored_and_leased_as_one_group(world: World) -> None:
@@ -83,9 +73,8 @@ async def test_the_forks_of_a_rollout_are_a_group_with_rewards_of_their_own(worl
         states = await world.ended(forks)
         other = await world.submit(a_task("other", ASK.replace("hello", "other"), max_attempts=1, fork=fork))
         (diverged,) = await world.ended(other)
-    assert diverged.verdict is not None and diverged.verdict.failure is not None
-    assert diverged.verdict.failure.failure is Failure.SERVICE_FAILED
-    assert "replay_diverged" in diverged.verdict.failure.message
+    assert failure_of(diverged).failure is Failure.SERVICE_FAILED
+    assert "replay_diverged" in failure_of(diverged).message
     # Each began with what the origin was told, and was told something else then.
     assert [state.verdict and state.verdict.reward for state in states] == [1.0] * 3
     assert len(engine.generations) == 2 + 3
@@ -98,10 +87,8 @@ async def test_the_forks_of_a_rollout_are_a_group_with_rewards_of_their_own(worl
 
 
 async def test_a_task_that_looks_ahead_gives_its_agents_the_chosen_replies(world: World, engine: ScriptedEngine) -> None:
-    task = await world.submit(a_task(lookahead=Lookahead(3)))
-    async with world.node():
-        (state,) = await world.ended(task)
-    assert state.verdict is not None and state.verdict.reward == 1.0
+    (state,) = await world.run(a_task(lookahead=Lookahead(3)))
+    assert reward_of(state) == 1.0
     calls = world.service.request("GET", f"/sessions/{state.session_id}/calls").json()["calls"]
     assert [call["lookahead"] for call in calls] == ["chosen", "not_chosen", "not_chosen"]
 
@@ -122,9 +109,7 @@ async def test_a_fork_whose_replay_went_on_after_a_failure_is_scored(world: Worl
 
 
 async def test_what_an_agent_printed_is_kept_apart_and_whole_where_the_rollout_says(world: World) -> None:
-    task = await world.submit(a_task(instruction=f"{ASK}\necho heard; echo complained >&2"))
-    async with world.node():
-        (state,) = await world.ended(task)
+    (state,) = await world.run(a_task(instruction=f"{ASK}\necho heard; echo complained >&2"))
     assert state.logs is not None
     folder = Path(state.logs.partition(":")[2])
     assert (folder / "agent.out").read_text() == "heard\n"
@@ -157,28 +142,23 @@ async def test_every_failure_of_an_attempt_has_its_class_and_is_never_trained_on
     sessions = {each["session_id"]: each for each in world.service.request("GET", "/sessions").json()["sessions"]}
     assert {*sessions} == {f"{failure}.0.1" for failure in FAILS}
     for failure, state in states.items():
-        assert state.verdict is not None and state.verdict.failure is not None
-        assert state.verdict.failure.failure == failure, state.verdict.failure.message
-        assert state.verdict.failure.look.startswith("n:/")
-        assert state.verdict.reward is None and state.attempt == 1
+        assert failure_of(state).failure == failure, failure_of(state).message
+        assert failure_of(state).look.startswith("n:/")
+        assert reward_of(state) is None and state.attempt == 1
         session = sessions[f"{failure}.0.1"]
         assert session["status"] == state.status != "completed" and session["reward"] is None
     assert world.service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 1}).status_code == 204
 
 
 async def test_an_upload_that_cannot_be_read_says_what_it_was(world: World) -> None:
-    task = await world.submit(a_task(prepare=(Upload("x", source="/nowhere/at/all"),)))
-    async with world.node():
-        (state,) = await world.ended(task)
+    (state,) = await world.run(a_task(prepare=(Upload("x", source="/nowhere/at/all"),)))
     assert state.verdict and state.verdict.failure and "/nowhere/at/all" in state.verdict.failure.message
 
 
 async def test_a_prepare_step_is_tried_as_often_as_it_may(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "RETRY_SECONDS", 0.01)
     step = Exec("echo x >> tries; test $(wc -l < tries) -ge 3", retries=2)
-    task = await world.submit(a_task(prepare=(step, Upload("given.txt", content=b"content"), Exec("test -s given.txt"))))
-    async with world.node():
-        (state,) = await world.ended(task)
+    (state,) = await world.run(a_task(prepare=(step, Upload("given.txt", content=b"content"), Exec("test -s given.txt"))))
     assert state.status == "completed", state.verdict
 
 
@@ -249,10 +229,7 @@ async def test_a_draining_node_puts_back_what_has_not_begun_and_lets_the_rest_en
         gate.touch()
         async with world.node("second"):
             states = await world.ended(task)
-    assert sorted((state.status, state.node or "") for state in states) == [
-        ("completed", "first"),
-        ("completed", "second"),
-    ]
+    assert sorted((state.status, state.node or "") for state in states) == [("completed", "first"), ("completed", "second")]
     assert [state.failures for state in states] == [(), ()]
 
 
@@ -273,28 +250,20 @@ async def test_a_node_prepares_ahead_no_more_than_its_ready_buffer(world: World)
         await world.ended(task)
 
 
-async def test_nodes_of_one_name_that_serve_two_services_leave_each_others_runtimes_alone(
-    world: World, engine: ScriptedEngine
-) -> None:
+async def test_nodes_of_one_name_leave_another_services_runtimes_alone(world: World, engine: ScriptedEngine) -> None:
     """The later one ended what the first had running; where it did not, rollouts of one name had one control group, and so none began."""
     gate = world.folder / "gate"
     ask = f"{ASK}\nuntil test -e {gate}; do sleep 0.1; done"
-    with running_redis() as redis, serving_tasks(redis.url, engine.url, engine_api="token") as service:
-        connection = StoreConnection(redis.url)
-        try:
-            other = World(service, redis.url, connection, world.folder)
+    with running_redis() as redis:
+        async with serving_world(redis.url, engine.url, world.folder) as other:
             tasks = [await each.submit(a_task(instruction=ask)) for each in (world, other)]
             async with world.node():
                 await world.until(lambda: asks(world) == 1, "the first one's runs")
                 async with other.node():
                     await other.until(lambda: asks(other) == 1, "the second one's runs beside it")
                     gate.touch()
-                    states = [
-                        state for each, task in zip((world, other), tasks, strict=True) for state in await each.ended(task)
-                    ]
-        finally:
-            await connection.close()
-    assert [(state.status, state.attempt, state.node) for state in states] == [("completed", 1, "n")] * 2
+                    (first,), (second,) = await world.ended(tasks[0]), await other.ended(tasks[1])
+    assert [(state.status, state.attempt, state.node) for state in (first, second)] == [("completed", 1, "n")] * 2
     assert list((world.folder / "runtimes").iterdir()) == []
 
 
@@ -316,17 +285,13 @@ async def test_a_node_that_cannot_sweep_what_it_left_says_so_and_works(
         raise RuntimeFailed("the file system is broken")
 
     monkeypatch.setattr(LocalKind, "sweep", refused)
-    task = await world.submit(a_task())
-    async with world.node():
-        (state,) = await world.ended(task)
+    (state,) = await world.run(a_task())
     assert state.status == "completed", state.verdict
     assert "runtimes of kind local that this node left behind cannot be removed" in caplog.text
 
 
 async def test_enough_usable_samples_stop_the_others(world: World) -> None:
-    task = await world.submit(a_task(num_samples=6, usable_samples=2))
-    async with world.node(slots=Slots(prepare=1, ready=0, run=1, evaluate=1)):
-        states = await world.ended(task)
+    states = await world.run(a_task(num_samples=6, usable_samples=2), slots=Slots(prepare=1, ready=0, run=1, evaluate=1))
     assert sorted(state.status for state in states) == ["cancelled"] * 4 + ["completed"] * 2
 
 
@@ -349,9 +314,7 @@ async def test_skills_lie_where_the_harness_looks_and_servers_stand_in_its_confi
     harness = HarnessSpec(
         "mine", definition, mcp_servers=(McpServer("s", ("serve", ".")),), skills=(Upload("kites/SKILL.md", b"Hold on.\n"),)
     )
-    task = await world.submit(replace(a_task(), harness=harness))
-    async with world.node():
-        (state,) = await world.ended(task)
+    (state,) = await world.run(replace(a_task(), harness=harness))
     assert state.status == "completed" and state.logs is not None, state.verdict
     told = (Path(state.logs.partition(":")[2]) / "agent.out").read_text()
     skill, _, config = told.partition("\n")
@@ -381,33 +344,25 @@ LIMITED = {
 async def test_a_harness_is_told_the_engines_window_and_what_the_task_may_sample(
     world: World, fields: dict[str, Any], limits: str
 ) -> None:
-    task = await world.submit(replace(a_task(**fields), harness=HarnessSpec("limited", LIMITED)))
-    async with world.node():
-        (state,) = await world.ended(task)
+    (state,) = await world.run(replace(a_task(**fields), harness=HarnessSpec("limited", LIMITED)))
     assert state.status == "completed" and state.logs is not None, state.verdict
     assert (Path(state.logs.partition(":")[2]) / "agent.out").read_text() == f"{limits}\n"
 
 
 @pytest.mark.parametrize("engine", [{"names_window": False}], indirect=True)
 async def test_a_node_reports_once_that_it_does_not_know_a_window(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    task = await world.submit(replace(a_task(num_samples=2), harness=HarnessSpec("limited", LIMITED)))
-    async with world.node():
-        states = await world.ended(task)
+    states = await world.run(replace(a_task(num_samples=2), harness=HarnessSpec("limited", LIMITED)))
     assert {state.status for state in states} == {"completed"}
     assert len([record for record in caplog.records if "limited is not told it" in record.message]) == 1
 
 
 @pytest.mark.parametrize("harness", ["shell", "reads"])
-async def test_an_instruction_may_be_longer_than_an_argument_where_the_harness_is_given_it_otherwise(
-    world: World, harness: str
-) -> None:
+async def test_an_instruction_may_be_longer_than_an_argument(world: World, harness: str) -> None:
     env = {"OPENAI_BASE_URL": "{openai}", "OPENAI_API_KEY": "{api_key}"}
     reads = {"description": "reads it", "dialect": "chat", "argv": ["sh", "-s"], "env": env, "stdin": "prompt"}
     spec = HarnessSpec(harness, reads if harness == "reads" else None)
     body = f"{ASK}\n# {'long ' * 40_000}\ntest ${{#OPENAI_API_KEY}} -gt 0"
-    task = await world.submit(replace(a_task(instruction=body), harness=spec))
-    async with world.node():
-        (state,) = await world.ended(task)
+    (state,) = await world.run(replace(a_task(instruction=body), harness=spec))
     assert state.status == "completed", state.verdict
 
 
@@ -419,11 +374,9 @@ async def test_a_harness_that_is_missing_is_installed_once_for_all_rollouts(worl
     install = ["echo installing", f"{script} && chmod +x agent-y"]
     definition = {"description": "only starts", "dialect": "chat", "argv": ["agent-y", "{prompt}"], "install": install}
     spec = RuntimeSpec(memory_mb=256, cpus=0.1)
-    task = await world.submit(
+    states = await world.run(
         replace(a_task(num_samples=2), harness=HarnessSpec("agent-y", definition), runtime=spec, evaluator=None)
     )
-    async with world.node():
-        states = await world.ended(task)
     assert [state.verdict and state.verdict.failure and state.verdict.failure.failure for state in states] == [
         Failure.NO_CALLS
     ] * 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,17 +12,9 @@ from rollout.offer import WorkingKinds
 from rollout.runtimes.base import NoRoom, ProxyAddress, RuntimeFailed
 from rollout.runtimes.local.runtime import LocalKind, LocalRuntime
 from rollout.runtimes.settings import SYSTEM_PATH, RuntimeSettings
-from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.runtimes.rollout_nodes import World, a_task
 
 SECONDS = 60.0
-
-
-@pytest.fixture
-def engine() -> Iterator[ScriptedEngine]:
-    with ScriptedEngine("qwen3") as engine:
-        engine.script = lambda generation, index: Say("hello world")
-        yield engine
 
 
 @pytest.fixture(autouse=True)
@@ -75,9 +66,7 @@ async def test_a_kind_of_runtime_that_is_away_uses_up_no_attempt_and_is_offered_
     assert [state.status for state in states] == ["completed"] * 6
 
 
-async def test_a_node_without_room_pauses_before_it_takes_another_rollout(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_node_without_room_pauses_before_the_next_rollout(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kind works as far as a probe can tell. All waiting rollouts lost their attempts within seconds."""
     monkeypatch.setattr("rollout.offer.LONGEST_PAUSE_SECONDS", 3600.0)
     monkeypatch.setattr("rollout.offer.SHORTEST_PAUSE_SECONDS", 3600.0)

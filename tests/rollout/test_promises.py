@@ -17,11 +17,10 @@ import pytest
 
 from contract.attempts import Failure
 from contract.tasks import EvaluatorSpec, Exec, HarnessSpec, RuntimeSpec
-from proxy.store.connection import StoreConnection
 from rollout.runtimes.installs import PREFIX
 from rollout.stages import Slots
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
-from tests.support.runtimes.rollout_nodes import ASK, World, a_task, unsandboxed
+from tests.support.runtimes.rollout_nodes import ASK, World, a_task, failure_of, reward_of, serving_world, unsandboxed
 from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.rollout_service import serving_tasks
 from tests.support.service.running_service import ADMIN, TRAINER, RunningService, kept
@@ -29,34 +28,21 @@ from tests.support.service.scripted_service import Answer, ScriptedService, json
 from tests.support.service.verbatim_process import environment
 
 
-@pytest.fixture
-def engine() -> Iterator[ScriptedEngine]:
-    with ScriptedEngine("qwen3") as engine:
-        engine.script = lambda generation, index: Say("hello world")
-        yield engine
-
-
 @pytest.mark.parametrize("install", [[], ["echo trying; exit 3"]], ids=["no way to install it", "the install fails"])
 async def test_a_command_that_the_machine_lacks_is_named_and_not_tried_again(world: World, install: list[str]) -> None:
     definition: dict[str, Any] = {"description": "is not there", "dialect": "chat", "argv": ["no-such-agent", "{prompt}"]}
     harness = HarnessSpec("lacking", {**definition, "install": install})
-    task = await world.submit(replace(a_task(), harness=harness))
-    async with world.node():
-        (state,) = await world.ended(task)
-    assert state.verdict is not None and state.verdict.failure is not None
-    assert (state.status, state.attempt, state.verdict.failure.failure) == ("failed", 1, Failure.HARNESS_MISSING)
-    assert "no-such-agent" in state.verdict.failure.message and state.verdict.reward is None
-    assert not install or "exit code 3: trying" in state.verdict.failure.message
+    (state,) = await world.run(replace(a_task(), harness=harness))
+    assert (state.status, state.attempt, failure_of(state).failure) == ("failed", 1, Failure.HARNESS_MISSING)
+    assert "no-such-agent" in failure_of(state).message and reward_of(state) is None
+    assert not install or "exit code 3: trying" in failure_of(state).message
 
 
 async def test_a_harness_whose_dialect_the_service_lacks_fails_with_the_base_urls_there_are(world: World) -> None:
     definition = {"description": "speaks toy", "dialect": "toy", "argv": ["env"], "env": {"URL": "{base_url:toy}"}}
-    task = await world.submit(replace(a_task(), harness=HarnessSpec("toys", definition)))
-    async with world.node():
-        (state,) = await world.ended(task)
-    assert state.verdict is not None and state.verdict.failure is not None
-    assert state.verdict.failure.failure is Failure.SERVICE_FAILED
-    assert "{base_url:toy}: the service has no such base URL" in state.verdict.failure.message
+    (state,) = await world.run(replace(a_task(), harness=HarnessSpec("toys", definition)))
+    assert failure_of(state).failure is Failure.SERVICE_FAILED
+    assert "{base_url:toy}: the service has no such base URL" in failure_of(state).message
 
 
 async def test_an_install_that_fails_once_for_all_and_again_for_the_rollout_is_told_with_both_reasons(world: World) -> None:
@@ -70,10 +56,9 @@ async def test_an_install_that_fails_once_for_all_and_again_for_the_rollout_is_t
     async with world.node():
         for task in tasks:
             (state,) = await world.ended(await world.submit(task))
-            assert state.verdict is not None and state.verdict.failure is not None
-            assert state.verdict.failure.failure == Failure.HARNESS_MISSING
-            assert "exit code 3: read-only" in state.verdict.failure.message
-            assert "exit code 4: no network" in state.verdict.failure.message
+            assert failure_of(state).failure == Failure.HARNESS_MISSING
+            assert "exit code 3: read-only" in failure_of(state).message
+            assert "exit code 4: no network" in failure_of(state).message
 
 
 async def test_a_rollout_for_whose_logs_the_disk_is_full_is_tried_again_and_never_trained_on(world: World) -> None:
@@ -82,9 +67,7 @@ async def test_a_rollout_for_whose_logs_the_disk_is_full_is_tried_again_and_neve
         folder = world.folder / "logs" / "t" / f"0.{attempt}"
         folder.mkdir(parents=True)
         (folder / "agent.out").symlink_to("/dev/full")
-    task = await world.submit(a_task(instruction=f"{ASK}\necho said"))
-    async with world.node():
-        (state,) = await world.ended(task)
+    (state,) = await world.run(a_task(instruction=f"{ASK}\necho said"))
     assert [failure.failure for failure in state.failures] == [Failure.NODE_FAILED] * 2
     assert all("No space left" in failure.message and failure.look for failure in state.failures)
     assert (state.status, state.attempt) == ("completed", 3)
@@ -115,10 +98,8 @@ async def test_the_runtime_of_an_evaluation_is_made_ready_while_the_agent_works(
     scored = EvaluatorSpec(
         "command", {"command": "grep -q hello said.txt"}, runtime=unsandboxed(), prepare=(Exec(f"touch {gate}"),)
     )
-    task = await world.submit(a_task(instruction=f"{ASK}\nuntil [ -e {gate} ]; do sleep 0.1; done", evaluator=scored))
-    async with world.node():
-        (state,) = await world.ended(task)
-    assert state.status == "completed" and state.verdict is not None and state.verdict.reward == 1.0, state.verdict
+    (state,) = await world.run(a_task(instruction=f"{ASK}\nuntil [ -e {gate} ]; do sleep 0.1; done", evaluator=scored))
+    assert (state.status, reward_of(state)) == ("completed", 1.0), state.verdict
 
 
 def row_by_row(case: Any) -> dict[str, Any]:
@@ -127,18 +108,14 @@ def row_by_row(case: Any) -> dict[str, Any]:
 
 async def test_rewards_of_single_rows_and_feedback_reach_the_trainer_and_those_who_look(world: World) -> None:
     scored = EvaluatorSpec("python", {"entry": f"{__name__}:row_by_row"}, fresh_runtime=False)
-    task = await world.submit(a_task(evaluator=scored))
-    async with world.node():
-        (state,) = await world.ended(task)
+    (state,) = await world.run(a_task(evaluator=scored))
     assert state.verdict is not None and (state.verdict.reward, state.verdict.feedback) == (0.5, "half of it")
     assert world.service.request("GET", "/sessions/t.0.1").json()["reward_metadata"] == {"feedback": "half of it"}
     (group,) = world.service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 1}).json()["groups"]
     assert [row["reward"] for row in group["trajectories"]] == [0.75]
 
 
-async def test_what_a_task_says_of_model_sampling_and_metadata_holds_for_its_agents_calls(
-    world: World, engine: ScriptedEngine
-) -> None:
+async def test_a_tasks_model_sampling_and_metadata_hold_for_its_calls(world: World, engine: ScriptedEngine) -> None:
     """The agent asks for another temperature, and calls the model what it was told."""
     ask = ASK.replace('"model": "policy"', '"model": os.environ["GIVEN"], "temperature": 0.1')
     env = {"OPENAI_BASE_URL": "{openai}", "OPENAI_API_KEY": "{api_key}", "GIVEN": "{model}"}
@@ -157,27 +134,17 @@ async def test_what_a_task_says_of_model_sampling_and_metadata_holds_for_its_age
     assert (call["sampling"]["temperature"], len(call["completion_ids"])) == (0.5, 1)
 
 
-async def test_a_frozen_model_of_the_pool_judges_what_the_policy_did(
-    engine: ScriptedEngine, redis_url: str, tmp_path: Path
-) -> None:
+async def test_a_frozen_model_of_the_pool_judges_the_policy(engine: ScriptedEngine, redis_url: str, tmp_path: Path) -> None:
     """The judge sees the rubric and what the agent wrote; what it says itself is no trainer's."""
     scored = EvaluatorSpec("llm_judge", {"rubric": "Is it a greeting?", "model": "judge", "files": ["said.txt"]})
     with ScriptedEngine("qwen3", model="large", max_model_len=4096) as judge:
         judge.script = lambda generation, index: Say('It is one. {"reason": "well met", "score": 7.5}')
-        with serving_tasks(
-            redis_url, [engine.url, f"judge={judge.url}"], engine_api="token", frozen_models=["judge"]
-        ) as service:
-            connection = StoreConnection(redis_url)
-            try:
-                world = World(service, redis_url, connection, tmp_path)
-                task = await world.submit(a_task(evaluator=scored))
-                async with world.node():
-                    (state,) = await world.ended(task)
-            finally:
-                await connection.close()
-            leased = service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 9}).json()
+        pool = [engine.url, f"judge={judge.url}"]
+        async with serving_world(redis_url, pool, tmp_path, frozen_models=["judge"]) as world:
+            (state,) = await world.run(a_task(evaluator=scored))
+            leased = world.service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 9}).json()
         asked = judge.last.prompt
-    assert state.verdict is not None, state
+    assert state.verdict is not None
     assert (state.verdict.reward, state.verdict.feedback) == (0.75, "well met"), state.verdict
     assert "Is it a greeting?" in asked and "hello world" in asked
     (group,) = leased["groups"]
@@ -215,9 +182,7 @@ async def test_the_environment_of_a_task_is_there_in_its_steps_and_for_its_agent
 
 async def test_temporary_files_of_an_agent_have_a_place_where_it_is_told_to_put_them(world: World) -> None:
     """Gemini CLI could run no command: it makes a folder below TMPDIR for each, and TMPDIR was not there."""
-    task = await world.submit(a_task(instruction=f'{ASK}\ncd "$(mktemp -d)" && test "$PWD" != "${{PWD#"$HOME"/}}"'))
-    async with world.node():
-        (state,) = await world.ended(task)
+    (state,) = await world.run(a_task(instruction=f'{ASK}\ncd "$(mktemp -d)" && test "$PWD" != "${{PWD#"$HOME"/}}"'))
     assert state.status == "completed", state.verdict
 
 
@@ -246,22 +211,13 @@ def task_service(engine: ScriptedEngine, redis_url: str) -> Iterator[RunningServ
         yield service
 
 
-async def test_a_node_that_is_told_to_end_takes_nothing_more_and_lets_what_runs_end(
-    world: World, task_service: RunningService
-) -> None:
+async def test_a_node_told_to_end_takes_nothing_and_lets_what_runs_end(world: World, task_service: RunningService) -> None:
     """Before that it takes what asks for no other labels than its own."""
     gate = world.folder / "gate"
     ask = f"{ASK}\nuntil [ -e {gate} ]; do sleep 0.1; done"
     elsewhere = await world.submit(a_task("elsewhere", labels={"zone": "b"}, priority=90))
     running = await world.submit(a_task("running", instruction=ask, labels={"zone": "a", "disk": "fast"}))
-    place = [
-        "--url",
-        task_service.url,
-        "--data-dir",
-        str(world.folder),
-        "--name",
-        "n",
-    ]
+    place = ["--url", task_service.url, "--data-dir", str(world.folder), "--name", "n"]
     variables = {
         "VERBATIM_ADMIN_TOKEN": ADMIN,
         "VERBATIM_LOCAL_DIR": str(world.folder / "runtimes"),

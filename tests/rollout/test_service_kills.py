@@ -18,9 +18,7 @@ LEASE_SECONDS = 3.0
 SAMPLES = 4
 
 
-def test_a_service_that_is_away_for_two_leases_robs_no_node_and_loses_nothing(
-    redis_server: RedisServer, tmp_path: Path
-) -> None:
+def test_a_service_away_for_two_leases_robs_no_node_and_loses_nothing(redis_server: RedisServer, tmp_path: Path) -> None:
     """All nodes were silent for it; the first that took robbed the others."""
     redis_server.flushall()
     started, gate = tmp_path / "started", tmp_path / "gate"

@@ -119,9 +119,7 @@ async def test_what_a_task_lacked_is_forgotten_when_it_ends_or_begins(stores: St
     assert [(await stores.tasks.load(name)).lacks for name in ("begins", "ends")] == [None, None]
 
 
-def test_a_task_that_waits_for_what_no_node_has_is_shown_with_it(
-    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_is_shown_with_what_it_waits_for(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     redis_server.flushall()
     monkeypatch.setenv("VERBATIM_TASK_SWEEP_SECONDS", "0.05")
 

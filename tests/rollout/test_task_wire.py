@@ -92,11 +92,7 @@ TASK = Task(
     model="policy",
     sampling={"temperature": 1.0, "max_tokens": 500},
     runtime=RuntimeSpec("docker", "work", 2.0, 4096, network="full", options={"user": "1000"}),
-    prepare=(
-        Upload("a.tar", source="http://files/a.tar", mode=0o755),
-        Exec("make deps"),
-        Exec("make", 30.0, 2, "full"),
-    ),
+    prepare=(Upload("a.tar", source="http://files/a.tar", mode=0o755), Exec("make deps"), Exec("make", 30.0, 2, "full")),
     environment={"CI": "1"},
     budgets=Budgets(agent=60.0, total=600.0, max_calls=30, max_total_tokens=200_000),
     priority=80,

@@ -67,9 +67,7 @@ def test_a_batch_is_given_back_when_its_block_raises(service: ScriptedService, c
     assert actions(service) == ["lease", "nack"]
 
 
-def test_a_batch_without_a_block_is_neither_acknowledged_nor_given_back(
-    service: ScriptedService, client: TrainerClient
-) -> None:
+def test_a_batch_without_a_block_is_not_acknowledged_or_given_back(service: ScriptedService, client: TrainerClient) -> None:
     assert len(next(client.batches())) == 1
     client.close()
     assert actions(service) == ["lease"]
@@ -137,9 +135,7 @@ def test_a_lost_lease_is_told_at_the_end_of_the_block(service: ScriptedService, 
     assert actions(service) == ["lease", "ack"]
 
 
-def test_a_lost_lease_after_a_lost_answer_says_that_it_may_have_been_acknowledged(
-    service: ScriptedService, client: TrainerClient
-) -> None:
+def test_a_lost_lease_after_a_lost_answer_may_have_been_acknowledged(service: ScriptedService, client: TrainerClient) -> None:
     service.script(ACK, Answer(drop=True), error_answer(404, "not_found", "no such lease"))
     with pytest.raises(LeaseLost, match="may have succeeded"), next(client.batches()):
         pass
@@ -239,9 +235,7 @@ def test_an_answer_that_breaks_off_is_asked_for_again_and_nothing_of_it_is_kept(
 
 
 @pytest.mark.parametrize("encoding", ["json", "msgpack", "packed"])
-def test_an_answer_that_ends_before_it_is_whole_is_refused(
-    service: ScriptedService, client: TrainerClient, encoding: str
-) -> None:
+def test_an_answer_that_ends_too_early_is_refused(service: ScriptedService, client: TrainerClient, encoding: str) -> None:
     """A gateway may end an answer properly that was broken off before it."""
     whole = leased([trajectory("t1")], [trajectory("t2")], encoding=encoding)
     for size in (len(whole.content) - 1, len(whole.content) // 2, 1):
@@ -356,7 +350,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("encoding", ["msgpack", "packed"])
 @pytest.mark.parametrize("rule", BROKEN)
-def test_a_row_that_breaks_a_rule_is_refused_and_given_back(
+def test_a_row_that_breaks_a_rule_is_given_back(
     service: ScriptedService, client: TrainerClient, rule: str, encoding: str
 ) -> None:
     service.script(LEASE, leased([trajectory("bad", **BROKEN[rule])], encoding=encoding))
@@ -426,9 +420,7 @@ def test_several_rows_of_one_session_are_one_rollout(service: ScriptedService, c
     assert batch.staleness.tolist() == [2, 2, 2, 2]
 
 
-def test_images_of_a_lease_are_fetched_from_their_session_when_they_are_read(
-    service: ScriptedService, client: TrainerClient
-) -> None:
+def test_images_of_a_lease_are_fetched_when_they_are_read(service: ScriptedService, client: TrainerClient) -> None:
     data = picture(1)
     item = Media(digest_of(data), "image", 0, 1)
     service.script(LEASE, leased([trajectory("a", media=(item,)), trajectory("b", media=(item,))]))

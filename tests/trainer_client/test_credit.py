@@ -88,9 +88,7 @@ def test_rows_that_train_nothing_weigh_nothing(service: RunningService) -> None:
     assert {row["rollout_id"] for row in rows} == {session.session_id}
 
 
-def test_a_branch_reward_reaches_its_row_and_a_call_reward_the_row_that_trains_the_call(
-    service: RunningService, trainer: TrainerClient
-) -> None:
+def test_a_branchs_reward_reaches_its_row_and_a_calls_the_row_it_is_in(service: RunningService, trainer: TrainerClient) -> None:
     """plan -> helper 0 and plan -> helper 1: the plan is trained in the first row, and shown in the second."""
     session = service.session()
     fanned_out(session, 2)

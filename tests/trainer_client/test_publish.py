@@ -85,9 +85,7 @@ def test_an_older_version_is_a_conflict(service: ScriptedService, client: Traine
         client.publish("/weights/3", 3)
 
 
-def test_the_folder_of_a_served_version_is_not_overwritten(
-    service: ScriptedService, client: TrainerClient, tmp_path: Path
-) -> None:
+def test_a_served_versions_folder_is_not_overwritten(service: ScriptedService, client: TrainerClient, tmp_path: Path) -> None:
     with pytest.raises(VersionConflict, match="version 3 is not greater than 3"):
         client.publish(small_state(), 3, directory=tmp_path)
     assert list(tmp_path.iterdir()) == [] and pushes(service) == []
@@ -150,9 +148,7 @@ def test_a_state_dict_needs_a_directory(client: TrainerClient) -> None:
 
 
 @pytest.mark.parametrize("given", ["config", "folder"])
-def test_a_version_with_a_config_is_a_checkpoint_that_from_pretrained_loads(
-    client: TrainerClient, tmp_path: Path, given: str
-) -> None:
+def test_a_version_with_a_config_is_loaded_by_from_pretrained(client: TrainerClient, tmp_path: Path, given: str) -> None:
     """Its folder had weights alone, which engines load and nothing else."""
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -272,9 +268,7 @@ def served(*pushed: tuple[int, str, Path]) -> dict[str, Any]:
     return {"current": history[0], "history": history, "replicas": {}}
 
 
-def test_a_checkpoint_that_another_model_serves_is_not_replaced(
-    service: ScriptedService, client: TrainerClient, tmp_path: Path
-) -> None:
+def test_another_models_checkpoint_is_not_replaced(service: ScriptedService, client: TrainerClient, tmp_path: Path) -> None:
     """Its engines would have been given the critic's weights under the policy's label."""
     folder = write_weights(small_state(), tmp_path, 7)
     policy, critic = served((7, "full", folder)), served((6, "full", tmp_path / "version-6"))
@@ -284,9 +278,7 @@ def test_a_checkpoint_that_another_model_serves_is_not_replaced(
     assert torch.equal(load_file(folder / "model.safetensors")["a"], small_state()["a"]) and not pushes(service)
 
 
-def test_what_an_engine_may_still_be_given_is_not_removed(
-    service: ScriptedService, client: TrainerClient, tmp_path: Path
-) -> None:
+def test_what_an_engine_may_still_get_is_not_removed(service: ScriptedService, client: TrainerClient, tmp_path: Path) -> None:
     """Another model's checkpoint, and the full weights below an adapter."""
     for version in range(1, 9):
         (tmp_path / f"version-{version}").mkdir()
@@ -298,9 +290,7 @@ def test_what_an_engine_may_still_be_given_is_not_removed(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["version-2", "version-3", "version-8"]
 
 
-def test_weights_of_a_model_that_the_service_does_not_have_are_not_written(
-    service: ScriptedService, client: TrainerClient, tmp_path: Path
-) -> None:
+def test_weights_of_an_unknown_model_are_not_written(service: ScriptedService, client: TrainerClient, tmp_path: Path) -> None:
     """It used to be a bare KeyError."""
     line = {"current": {"version": 7}, "replicas": {}}
     service.script(CURRENT, json_answer({"current": {"version": 3}, "replicas": {}, "models": {"critic": line}}))

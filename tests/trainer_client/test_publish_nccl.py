@@ -163,7 +163,7 @@ def test_weights_are_sent_when_every_replica_is_ready_and_become_current(
     assert len(network.opened) == 1, "the group is kept"
 
 
-def test_parameters_that_vllm_does_not_describe_again_are_unchanged(
+def test_parameters_vllm_does_not_list_are_unchanged(
     service: RunningService, engines: list[ScriptedEngine], network: Network
 ) -> None:
     """They were taken for a change, and the error came beside the broadcast, with the engines waiting in NCCL. The engines are told all of
@@ -213,7 +213,7 @@ def test_nothing_is_sent_and_nothing_changes_when_one_replica_cannot_receive(
     assert publisher.publish(2) is not None
 
 
-def test_the_group_is_joined_again_when_the_engines_have_changed(
+def test_the_group_is_joined_again_for_changed_engines(
     engines: list[ScriptedEngine], network: Network, publisher: NcclPublisher
 ) -> None:
     publisher.publish(1)
@@ -222,7 +222,7 @@ def test_the_group_is_joined_again_when_the_engines_have_changed(
     assert [opened["world_size"] for opened in network.opened] == [4, 6]
 
 
-def test_an_engine_that_restarted_is_taken_into_the_group_by_the_next_try(
+def test_a_restarted_engine_joins_the_group_next_time(
     engines: list[ScriptedEngine], network: Network, publisher: NcclPublisher
 ) -> None:
     """It has the name and the workers that it had, and is in no group."""
@@ -235,7 +235,7 @@ def test_an_engine_that_restarted_is_taken_into_the_group_by_the_next_try(
     assert len(network.opened) == 2
 
 
-def test_a_version_that_is_taken_is_refused_before_anything_is_paused(
+def test_a_taken_version_is_refused_before_any_pause(
     engines: list[ScriptedEngine], network: Network, publisher: NcclPublisher
 ) -> None:
     publisher.publish(3)

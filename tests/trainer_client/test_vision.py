@@ -65,10 +65,7 @@ def test_a_tree_says_of_every_trained_token_what_its_row_says_and_sees_a_shared_
     assert flat.vision_inputs[largest].shape[axis] - data.vision_inputs[largest].shape[axis] == per_image
     positions = data.position_ids[None] if data.rope_position_ids is None else data.rope_position_ids[:, None]
     outputs = sighted.model(
-        data.token_ids[None],
-        attention_mask=data.attention_mask(torch.float32),
-        position_ids=positions,
-        **data.vision_inputs,
+        data.token_ids[None], attention_mask=data.attention_mask(torch.float32), position_ids=positions, **data.vision_inputs
     )
     ours = data.trained_logprobs(outputs.logits)
     theirs = []

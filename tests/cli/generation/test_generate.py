@@ -16,13 +16,11 @@ import pytest
 from datasets import load_dataset
 
 from proxy.archive.folder import ArchiveReader, read_table
-from proxy.store.connection import StoreConnection
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.machine import unavailable
-from tests.support.runtimes.rollout_nodes import ASK, World
+from tests.support.runtimes.rollout_nodes import ASK, serving_world
 from tests.support.runtimes.runtime_places import no_sandbox
 from tests.support.service.forked import ForkedVerbatim
-from tests.support.service.rollout_service import serving_tasks
 from tests.support.service.running_service import ADMIN, RunningService
 from tests.support.service.verbatim_process import environment, processes_using, verbatim, wait_until
 
@@ -89,9 +87,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_attempts_are_made_until_one_is_accepted_which_becomes_rows_and_messages(
-    engine: ScriptedEngine, tmp_path: Path
-) -> None:
+def test_attempts_are_made_until_one_is_accepted_and_becomes_rows_and_messages(engine: ScriptedEngine, tmp_path: Path) -> None:
     """The third attempt says what is wanted; the command, given again, changes nothing and asks the model nothing."""
     engine.say("goodbye", "goodbye", "hello world")
     given = ("--tasks", written(tmp_path / "tasks.jsonl", task("a")), "--max-samples", "4", "--model", "policy")
@@ -128,9 +124,7 @@ def test_attempts_are_made_until_one_is_accepted_which_becomes_rows_and_messages
     assert (out / "logs" / "node.log").stat().st_size and not processes_using(out)
 
 
-def test_settings_of_another_service_in_the_environment_are_not_those_of_its_own(
-    engine: ScriptedEngine, tmp_path: Path
-) -> None:
+def test_settings_of_another_service_in_the_environment_are_not_its_own(engine: ScriptedEngine, tmp_path: Path) -> None:
     """The old bug: the second group was held back for ever, for no trainer took the first; harnesses called the other service; no call
     was recorded, for the embedded Redis has no replica."""
     engine.script = lambda generation, index: Say("hello world")
@@ -159,9 +153,7 @@ def test_where_nothing_is_accepted_it_says_why_and_its_exit_code_is_not_0(engine
     assert refused == f"verbatim: no attempt was accepted; {tmp_path / 'out' / 'rollouts.jsonl'} says why of each"
 
 
-def test_attempts_that_all_fail_alike_end_it_early_and_it_begins_anew_once_that_is_mended(
-    engine: ScriptedEngine, tmp_path: Path
-) -> None:
+def test_attempts_that_all_fail_alike_end_it_and_it_begins_anew_once_mended(engine: ScriptedEngine, tmp_path: Path) -> None:
     """Eight attempts failed of one cause, one after the other, for minutes."""
     broken = [task(f"t{n}", instruction="no-such-program --now; exit 3") for n in range(12)]
     given = ("--tasks", str(tmp_path / "tasks.jsonl"), "--run", "1")
@@ -198,9 +190,7 @@ def test_what_was_stopped_is_taken_up_where_it_was(engine: ScriptedEngine, tmp_p
     assert len(engine.generations) == 2
 
 
-def test_what_a_killed_trial_and_a_killed_node_left_is_removed_by_the_same_command(
-    engine: ScriptedEngine, tmp_path: Path
-) -> None:
+def test_what_a_killed_trial_or_node_left_is_removed_by_the_same_command(engine: ScriptedEngine, tmp_path: Path) -> None:
     """The old bug: the next node, whose service has another port, did not know the runtimes for its own, and they stayed for ever."""
     engine.script = lambda generation, index: Say("hello world")
     agent, begun, go = tmp_path / "agent", tmp_path / "begun", tmp_path / "go"
@@ -248,25 +238,18 @@ Generate = Callable[..., Awaitable[subprocess.CompletedProcess[str]]]
 @asynccontextmanager
 async def generating(redis_url: str, engine: ScriptedEngine, tmp_path: Path) -> AsyncIterator[tuple[RunningService, Generate]]:
     """A service with a node, and the command that uses it."""
-    with serving_tasks(redis_url, engine.url, engine_api="token") as service:
-        given = ("--url", service.url, "--harness", "shell", "--out", str(tmp_path / "out"))
+    async with serving_world(redis_url, engine.url, tmp_path) as world, world.node():
+        given = ("--url", world.service.url, "--harness", "shell", "--out", str(tmp_path / "out"))
 
         async def generate(*args: str) -> subprocess.CompletedProcess[str]:
             return await asyncio.to_thread(
                 verbatim, "generate", *given, *args, timeout_seconds=SECONDS, VERBATIM_ADMIN_TOKEN=ADMIN
             )
 
-        connection = StoreConnection(redis_url)
-        try:
-            async with World(service, redis_url, connection, tmp_path).node():
-                yield service, generate
-        finally:
-            await connection.close()
+        yield world.service, generate
 
 
-async def test_a_service_that_runs_is_used_with_the_nodes_it_has(
-    engine: ScriptedEngine, redis_url: str, tmp_path: Path
-) -> None:
+async def test_a_running_service_is_used_with_the_nodes_it_has(engine: ScriptedEngine, redis_url: str, tmp_path: Path) -> None:
     """A line that was changed under its id is refused by its number; nothing of the service is ended."""
     engine.script = lambda generation, index: Say("hello world")
     async with generating(redis_url, engine, tmp_path) as (service, generate):
@@ -341,9 +324,7 @@ MISSING = {
         (["echo no package of that name >&2; exit 3"], "ended with exit code 3: no package of that name"),
     ],
 )
-def test_a_harness_that_is_missing_is_told_once_before_anything_is_started(
-    install: list[str], told: str, tmp_path: Path
-) -> None:
+def test_a_missing_harness_is_told_once_before_anything_is_started(install: list[str], told: str, tmp_path: Path) -> None:
     """Every attempt failed of it, one after the other, for minutes."""
     harness = {"name": "mine", "definition": {**MISSING, "install": install}, "install": bool(install)}
     file = written(

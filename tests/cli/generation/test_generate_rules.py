@@ -90,9 +90,7 @@ def test_an_attempt_that_lacks_what_is_asked_says_so() -> None:
         (RoundPlan(4, 16, 2), 4, 2, 0),
     ],
 )
-def test_a_round_follows_while_too_few_are_accepted_and_more_may_be_made(
-    limits: RoundPlan, made: int, accepted: int, following: int
-) -> None:
+def test_a_round_follows_while_too_few_are_accepted(limits: RoundPlan, made: int, accepted: int, following: int) -> None:
     assert limits.next_round(made, accepted) == following
 
 
@@ -223,8 +221,6 @@ def attempted(attempts: list[Attempt], *harnesses: str) -> list[Progress]:
         ([failed("no_calls", "a")] * 8, "x", False),
     ],
 )
-def test_a_failure_is_shared_if_enough_attempts_failed_of_it_and_none_did_not(
-    attempts: list[Attempt], harnesses: str, shared: bool
-) -> None:
+def test_a_failure_is_shared_if_enough_attempts_had_it(attempts: list[Attempt], harnesses: str, shared: bool) -> None:
     found = find_shared_failure(attempted(attempts, *harnesses), RoundPlan(8, 8, 1))
     assert (found is not None) is shared

@@ -9,19 +9,7 @@ from proxy.settings import Settings
 from proxy.tasks.sweeper import RolloutSettings
 from rollout.runtimes.settings import VARIABLES
 
-OF_A_SERVICE = (
-    "redis",
-    "control",
-    "public",
-    "admin",
-    "node",
-    "tls",
-    "group",
-    "admission",
-    "lease",
-    "retention",
-    "weights",
-)
+OF_A_SERVICE = ("redis", "control", "public", "admin", "node", "tls", "group", "admission", "lease", "retention", "weights")
 """How settings begin that mean nothing to it, or would keep it waiting for trainers that it does not have."""
 
 

@@ -52,8 +52,7 @@ def make(folder: Path, name: str = "127.0.0.1", password: bytes | None = None) -
 
 
 @pytest.mark.parametrize(
-    ("days", "says"),
-    [(0.0, None), (1.2, "expired on "), (-1.0, "is not valid before "), (0.9, "expires on ")],
+    ("days", "says"), [(0.0, None), (1.2, "expired on "), (-1.0, "is not valid before "), (0.9, "expires on ")]
 )
 def test_a_certificate_out_of_its_time_is_warned_of_once(
     tmp_path: Path, days: float, says: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -124,9 +123,7 @@ def test_a_client_that_trusts_the_certificate_is_served_over_https(https: Servin
     check_service(https, trust)
 
 
-def test_several_workers_serve_over_https_on_both_ports(
-    certified: tuple[Path, Path], trust: ssl.SSLContext, tmp_path: Path
-) -> None:
+def test_workers_serve_over_https_on_both_ports(certified: tuple[Path, Path], trust: ssl.SSLContext, tmp_path: Path) -> None:
     with Serving(*NOWHERE, *flags(*certified), "--control-port", "0", "--workers", "2", data_dir=tmp_path / "data") as service:
         check_service(service, trust)
         assert service.stop() == 0

@@ -79,9 +79,7 @@ def test_a_kind_that_cannot_be_used_says_why(installed: None, name: str, said: s
 @pytest.mark.parametrize(
     "given", [{"reward": float("nan")}, {"reward": None}, {"reward": "1"}, {"reward": 1, "per_call": {"c": float("inf")}}]
 )
-async def test_what_a_package_gives_is_no_reward_unless_all_of_it_is(
-    installed: None, tmp_path: Path, given: dict[str, Any]
-) -> None:
+async def test_what_a_package_gives_is_a_reward_if_all_of_it_is(installed: None, tmp_path: Path, given: dict[str, Any]) -> None:
     """All of it is posted to the session, which takes only what is finite."""
     parts: Any = SimpleNamespace(judge=SimpleNamespace(ask=nobody_asks))
     attempt = AttemptId("t", 0, 1)

@@ -55,8 +55,7 @@ async def test_paths_may_be_absolute(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "name"),
-    [("a/../b", "b"), ("/w/a", "a"), ("/w", "."), (".", "."), ("/wide", "wide"), ("../x", "x"), ("/", "")],
+    ("path", "name"), [("a/../b", "b"), ("/w/a", "a"), ("/w", "."), (".", "."), ("/wide", "wide"), ("../x", "x"), ("/", "")]
 )
 def test_names_in_archives_are_relative_to_the_workdir(path: str, name: str) -> None:
     assert name_of(path, "/w") == name

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.evaluators.base import BadEvaluator, EvaluationFailed, EvaluationTimedOut
+from rollout.evaluators.base import EvaluationFailed, EvaluationTimedOut
 from rollout.evaluators.pytest import BadReport, canonicalize, merge_by_test, read_report
-from tests.support.runtimes.evaluations import check, evaluated
+from tests.support.runtimes.evaluations import evaluated
 
 TESTS = """
 import unittest, pytest
@@ -187,19 +187,3 @@ def test_any_bytes_are_a_report_or_a_bad_one(content: bytes) -> None:
         read_report(content)
     except BadReport as error:
         assert str(error)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"report": "."}, "option 'report' must name files"),
-        ({"report": 3}, "option 'report' must be a list of texts"),
-        ({"mode": "some"}, "option 'mode' cannot be 'some'"),
-        ({"must_pass": {"a": 1}}, "option 'must_pass' must be a list of texts"),
-        ({"must_keep": [1]}, "option 'must_keep' must be a list of texts"),
-        ({"junit": "a"}, "there is no option 'junit'"),
-    ],
-)
-def test_bad_options_are_refused_by_name(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(BadEvaluator, match=said):
-        check("pytest", options)

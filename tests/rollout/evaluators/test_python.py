@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from contract.errors import NoAnswer
-from rollout.evaluators.base import BadEvaluator, BadReward, Case, EvaluationFailed, Score
+from rollout.evaluators.base import BadReward, Case, EvaluationFailed, Score
 from rollout.evaluators.catalogue import load
 from rollout.runtimes.base import RuntimeFailed
 from tests.support.runtimes.evaluations import RUN, case_of, check, evaluated
@@ -116,18 +116,3 @@ async def test_what_a_node_lacks_is_named(entry: str, said: str, tmp_path: Path)
     check("python", {"entry": entry})
     with pytest.raises(EvaluationFailed, match=said):
         await load("python").evaluate(case_of(None, {"entry": entry}, tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({}, "option 'entry' is missing"),
-        ({"entry": "module.function"}, "option 'entry' must be module:function, not 'module.function'"),
-        ({"entry": "m:f()"}, "option 'entry' must be module:function"),
-        ({"entry": "m:f", "arguments": [1]}, "option 'arguments' must be an object"),
-        ({"entry": "m:f", "args": {}}, "there is no option 'args'"),
-    ],
-)
-def test_bad_options_are_refused_by_name(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(BadEvaluator, match=said):
-        check("python", options)

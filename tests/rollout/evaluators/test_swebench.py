@@ -134,9 +134,7 @@ async def test_an_agent_that_changed_nothing_resolved_nothing(place: Place) -> N
     assert (score.reward, score.feedback) == (0.0, "nothing was changed")
 
 
-async def test_a_patch_that_cannot_be_read_is_not_taken_for_one_of_nothing(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_patch_that_cannot_be_read_is_not_an_empty_one(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     (place.result / "slugs.py").write_text(FIXED)
     exec_ = place.runtime.exec
 
@@ -231,9 +229,7 @@ async def test_a_result_that_is_no_place_for_git_is_named(place: Place) -> None:
         await place.evaluated(place.options())
 
 
-def test_a_node_without_the_package_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_node_without_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(swebench, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "stdin", io.StringIO('{"do": "script", "instance": {}}'))
     swebench.main()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from contract.tasks import HarnessSpec, McpServer, Upload
 from reconstruct.records import DECLARED, INFERRED
 from reconstruct.roles import Marks, Purpose, RoleRule, encode_rule, find_purpose
-from rollout.harnesses.catalogue import BUILT_IN, VARIABLE, load, names
+from rollout.harnesses.catalogue import VARIABLE, load, names
 from rollout.harnesses.definition import Harness, check_accepted, parse
 from rollout.harnesses.limits import UNKNOWN, Limits
 from rollout.harnesses.prepared import (
@@ -66,28 +66,9 @@ EXPECTED = {
     "shell": "any",
 }
 SDKS = {
-    *(
-        "OpenAI SDKs",
-        "OpenAI Agents SDK",
-        "Anthropic SDK",
-        "Claude Agent SDK",
-        "Google Gen AI SDK",
-        "Google ADK",
-        "Vercel AI SDK",
-    ),
-    *(
-        "Mastra",
-        "LiteLLM",
-        "LangChain",
-        "deepagents",
-        "PydanticAI",
-        "Strands",
-        "semantic-kernel",
-        "Inspect",
-        "smolagents",
-        "DSPy",
-    ),
-    "Instructor",
+    *("OpenAI SDKs", "OpenAI Agents SDK", "Anthropic SDK", "Claude Agent SDK", "Google Gen AI SDK", "Google ADK"),
+    *("Vercel AI SDK", "Mastra", "LiteLLM", "LangChain", "deepagents", "PydanticAI", "Strands", "semantic-kernel", "Inspect"),
+    *("smolagents", "DSPy", "Instructor"),
 }
 ROOT_URL = "http://127.0.0.1:8700/s/abc"
 ENDPOINT = SessionAccess({"openai": f"{ROOT_URL}/v1", "anthropic": ROOT_URL, "gemini": ROOT_URL}, "vk-abc")
@@ -229,25 +210,16 @@ def test_a_definition_in_the_users_folder_is_found_by_its_name_and_wins(tmp_path
     assert load("mine").description == load("codex").description == "of the user"
 
 
-def test_a_users_folder_that_is_not_there_is_named(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_definition_that_cannot_be_found_or_read_is_named(tmp_path: Path, monkeypatch: Any) -> None:
+    with pytest.raises(UnknownHarness, match=r"'codecs'.*codex"):
+        load("codecs")
+    with pytest.raises(UnknownHarness, match=r"none\.toml"):
+        load(str(tmp_path / "none.toml"))
+    with pytest.raises(BadDefinition, match=r"broken\.toml"):
+        load(str(write_definition(tmp_path, "broken", "argv = [")))
     monkeypatch.setenv(VARIABLE, str(tmp_path / "gone"))
     with pytest.raises(UnknownHarness, match=f"{VARIABLE} names .*gone"):
         names()
-
-
-def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(UnknownHarness, match=r"'codecs'.*codex"):
-        load("codecs")
-
-
-def test_a_path_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UnknownHarness, match=r"none\.toml"):
-        load(str(tmp_path / "none.toml"))
-
-
-def test_a_file_that_is_not_toml_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BadDefinition, match=r"broken\.toml"):
-        load(str(write_definition(tmp_path, "broken", "argv = [")))
 
 
 @pytest.mark.parametrize(
@@ -454,20 +426,14 @@ def test_prompt_and_reply_share_the_window_and_no_reply_exceeds_a_limit(window: 
     assert limits.max_input == max(1, window - min(32_768, max(1, window // 4))), "of the run's limits it is independent"
 
 
-def test_the_words_for_a_command_are_the_command_and_a_text_is_a_line_for_sh() -> None:
+def test_a_command_is_its_words_and_a_text_a_line_for_sh_or_a_file_if_it_is_too_long() -> None:
     shell = load("shell")
     assert prepared(shell, ["python", "-c", "print(1)", "a b"]).argv == ("python", "-c", "print(1)", "a b")
     assert prepared(shell, "a | b").argv == ("sh", "-c", "a | b")
-
-
-def test_a_line_that_is_too_long_for_an_argument_is_a_file() -> None:
-    ready = prepared(load("shell"), "#" * 131072)
+    assert prepared(shell, "#" * 131071).argv[1] == "-c"
+    ready = prepared(shell, "#" * 131072)
     assert ready.argv == ("sh", "/h/.verbatim-command") and ready.files[".verbatim-command"] == "#" * 131072
-    assert prepared(load("shell"), "#" * 131071).argv[1] == "-c"
-
-
-def test_words_for_a_prompt_are_joined_by_spaces() -> None:
-    assert prepared(parse(LEAST, "mine"), ["Fix", "the test"]).argv == ("agent", "Fix the test")
+    assert prepared(parse(LEAST, "mine"), ["Fix", "the test"]).argv == ("agent", "Fix the test"), "a prompt is one text"
 
 
 def test_the_home_and_the_working_directory_are_filled_in() -> None:
@@ -534,14 +500,7 @@ def test_harnesses_need_nothing_but_the_base_install(tmp_path: Path) -> None:
     assert not loaded & {"proxy", "trainer_client", "cli"}
 
 
-def test_the_definitions_lie_beside_the_modules_that_read_them() -> None:
-    assert BUILT_IN.parent.name == "harnesses" and len(list(BUILT_IN.glob("*.toml"))) == len(EXPECTED)
-
-
-SERVERS = (
-    McpServer("files", ("node", 'a "b" \\ c'), {"KEY": "x=y"}),
-    McpServer("far", url="http://example.test/mcp"),
-)
+SERVERS = (McpServer("files", ("node", 'a "b" \\ c'), {"KEY": "x=y"}), McpServer("far", url="http://example.test/mcp"))
 
 
 @pytest.mark.parametrize("name", [name for name in EXPECTED if load(name).mcp is not None])
@@ -594,34 +553,33 @@ def test_a_form_for_servers_that_cannot_be_used_is_refused(form: dict[str, Any],
 
 
 CLAUDE = "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools.\n\nYour task is to create a detailed summary of the conversation so far"
-COMPACTIONS = {
-    "claude-code": Marks({}, True, "You are Claude Code", CLAUDE, from_user=True),
-    "codex": Marks({}, False, "You are Codex", "You are performing a CONTEXT CHECKPOINT COMPACTION.", from_user=True),
-    "gemini-cli": Marks(
-        {}, False, "distilling chat history into a structured XML <state_snapshot>", "First, reason", from_user=True
-    ),
-    "qwen-code": Marks({}, False, "distill the history into a <state_snapshot>", "First, reason", from_user=True),
-    "opencode": Marks(
-        {}, False, "You are a helpful AI assistant tasked with summarizing conversations.", "Sum up", from_user=True
-    ),
-    "pi": Marks({}, False, "You are a context summarization assistant.", "<conversation>", from_user=True),
-    "kimi-cli": Marks({}, False, "You compact the context of a conversation.", "...", from_user=True),
-    "openhands": Marks({}, False, "", "You are maintaining a context-aware state summary", from_user=True),
-    "kilo": Marks({}, False, "You are a helpful AI assistant tasked with summarizing conversations.", "Sum up", from_user=True),
-    "cline": Marks({}, False, "You are a summarization assistant", "Summarize", from_user=True),
-    "droid": Marks({}, False, "You are Droid", "Wrap your final summary in <summary> tags.", from_user=True),
-    "continue": Marks(
-        *({}, True, "You are an agent in the Continue CLI"),
+SUMMING_UP = "You are a helpful AI assistant tasked with summarizing conversations."
+SAID: dict[str, tuple[bool, str, str]] = {
+    "claude-code": (True, "You are Claude Code", CLAUDE),
+    "codex": (False, "You are Codex", "You are performing a CONTEXT CHECKPOINT COMPACTION."),
+    "gemini-cli": (False, "distilling chat history into a structured XML <state_snapshot>", "First, reason"),
+    "qwen-code": (False, "distill the history into a <state_snapshot>", "First, reason"),
+    "opencode": (False, SUMMING_UP, "Sum up"),
+    "pi": (False, "You are a context summarization assistant.", "<conversation>"),
+    "kimi-cli": (False, "You compact the context of a conversation.", "..."),
+    "openhands": (False, "", "You are maintaining a context-aware state summary"),
+    "kilo": (False, SUMMING_UP, "Sum up"),
+    "cline": (False, "You are a summarization assistant", "Summarize"),
+    "droid": (False, "You are Droid", "Wrap your final summary in <summary> tags."),
+    "continue": (
+        True,
+        "You are an agent in the Continue CLI",
         "Please provide a concise summary of our conversation so far, capturing the key context, decisions made",
-        from_user=True,
     ),
-    "gptme": Marks(
-        *({}, True, "You are gptme"),
+    "gptme": (
+        True,
+        "You are gptme",
         "Context budget has been reached — produce a structured checkpoint before history is compacted.",
-        from_user=True,
     ),
-    "aider": Marks({}, False, "*Briefly* summarize this partial conversation about programming.", "# USER", from_user=True),
+    "aider": (False, "*Briefly* summarize this partial conversation about programming.", "# USER"),
 }
+"""Whether a harness offers tools when it sums up, and its system prompt and last message then."""
+COMPACTIONS = {name: Marks({}, tools, system, last, from_user=True) for name, (tools, system, last) in SAID.items()}
 
 
 @pytest.mark.parametrize("name", COMPACTIONS)

@@ -51,9 +51,7 @@ def ending(proc: Path, inside: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(["/bin/sh", "-c", script, str(inside), ID, "KILL"])
 
 
-def test_a_commands_end_waits_for_a_process_that_shows_no_variables_yet(
-    becoming: subprocess.Popen[bytes], tmp_path: Path
-) -> None:
+def test_a_commands_end_waits_for_a_process_without_variables_yet(becoming: subprocess.Popen[bytes], tmp_path: Path) -> None:
     folder = shown(tmp_path / "proc", becoming.pid, b"", b"")
     with ending(tmp_path / "proc", tmp_path / "inside") as end:
         with pytest.raises(subprocess.TimeoutExpired):
@@ -78,9 +76,7 @@ def test_variables_are_read_again_of_a_process_that_shows_none_yet(tmp_path: Pat
     assert processes.find_by_variable(manifest.MARK.encode(), ID.encode(), [77]) == [77]
 
 
-def test_many_that_show_nothing_at_all_are_waited_for_no_longer_than_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_that_show_nothing_are_waited_for_no_longer_than_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a process does that unmaps its own arguments: a rollout may have thousands, and its node looks at all of them."""
     monkeypatch.setattr(processes, "_PROC", tmp_path)
     slept: list[float] = []

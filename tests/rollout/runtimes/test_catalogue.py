@@ -66,9 +66,7 @@ def test_a_kind_that_cannot_be_used_says_why(installed: None, name: str, reason:
         catalogue.load(name)
 
 
-async def test_a_node_starts_beside_a_broken_runtime_that_nobody_asked_for(
-    distributions: Distributions, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_node_starts_beside_a_broken_runtime(distributions: Distributions, caplog: pytest.LogCaptureFixture) -> None:
     """It ended with the error of a package that none of its rollouts would have used."""
     points = ("folder = brought_runtimes:Folder", "lost = not_there:X")
     distributions.install("brought", "verbatim.runtimes", *points, brought_runtimes=BROUGHT)

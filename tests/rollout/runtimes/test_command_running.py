@@ -43,9 +43,7 @@ async def test_a_great_input_goes_to_a_command_piece_by_piece() -> None:
         await asyncio.wait({running})
 
 
-async def test_a_command_that_is_cancelled_while_it_is_being_started_is_ended_as_at_any_later_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_command_that_is_cancelled_while_it_starts_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old bug: its first process was killed and nothing else, and what that had detached held the output, for which was waited for
     ever: a runtime's stop did not return."""
     start, detached, sent = asyncio.create_subprocess_exec, tmp_path / "detached", []
@@ -117,9 +115,7 @@ async def test_a_daemon_that_holds_the_output_of_a_command_without_supervisor_ke
         assert processes.find_parent(pid) is None
 
 
-async def test_what_is_killed_in_a_container_again_and_again_keeps_the_node_from_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_repeated_kills_in_a_container_keep_the_node_from_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three looks find something; between them the node goes on."""
     within = ContainerProcesses(1, "pid:[1]")
     within.commands["c"] = frozenset()

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from proxy.store.connection import StoreConnection
 from tests.support.engine.scripted_engine import ScriptedEngine
-from tests.support.runtimes.rollout_nodes import World
-from tests.support.service.rollout_service import serving_tasks
+from tests.support.runtimes.rollout_nodes import World, serving_world
 
 
 @pytest.fixture
@@ -24,9 +22,5 @@ async def world(
     monkeypatch.setattr("proxy.tasks.takes.Takes.may_recover", lambda self, seconds: True)
     monkeypatch.setenv("VERBATIM_LOST_NODE_SECONDS", "1000000")
     monkeypatch.setattr("rollout.steps.RETRY_SECONDS", 0.1)
-    with serving_tasks(redis_url, engine.url, engine_api="token") as service:
-        connection = StoreConnection(redis_url)
-        try:
-            yield World(service, redis_url, connection, tmp_path)
-        finally:
-            await connection.close()
+    async with serving_world(redis_url, engine.url, tmp_path) as world:
+        yield world

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from contract.attempts import ENDED, AttemptId, RolloutState
+from contract.attempts import ENDED, AttemptId, FailureRecord, RolloutState
 from contract.client import AsyncServiceClient
 from contract.tasks import Budgets, EvaluatorSpec, HarnessSpec, RuntimeSpec, Task
 from proxy.store.connection import StoreConnection
@@ -28,6 +28,7 @@ from rollout.runtimes.local.runtime import LocalKind
 from rollout.runtimes.settings import SYSTEM_PATH, RuntimeSettings
 from rollout.stages import Capacity, Slots, Stages
 from rollout.steps import HarnessRun, NodeContext
+from tests.support.service.rollout_service import serving_tasks
 from tests.support.service.running_service import NODE, RunningService
 
 SECONDS = 120.0
@@ -57,6 +58,16 @@ def a_task(task_id: str = "t", instruction: str = ASK, **fields: Any) -> Task:
     scored = EvaluatorSpec("command", {"command": "grep -q 'hello world' said.txt"}, fresh_runtime=False)
     given = {"evaluator": scored, "runtime": unsandboxed(), "budgets": Budgets(agent=60, total=120), **fields}
     return Task(task_id=task_id, instruction=instruction, harness=HarnessSpec("shell"), **given)
+
+
+def failure_of(state: RolloutState) -> FailureRecord:
+    assert state.verdict is not None and state.verdict.failure is not None, state
+    return state.verdict.failure
+
+
+def reward_of(state: RolloutState) -> float | None:
+    assert state.verdict is not None, state
+    return state.verdict.reward
 
 
 async def install_what_lacks(runtime: Runtime, folder: Path) -> None:
@@ -130,6 +141,12 @@ class World:
         await self.until(all_ended, "every rollout has ended")
         return await self.tasks.load_rollouts(task.task_id)
 
+    async def run(self, task: Task, **of_node: Any) -> list[RolloutState]:
+        """Submit the task to a node of its own; its rollouts, once all have ended."""
+        await self.submit(task)
+        async with self.node(**of_node):
+            return await self.ended(task)
+
     @asynccontextmanager
     async def node(
         self,
@@ -165,3 +182,14 @@ class World:
                 node.drain()
                 node.drain()
                 await asyncio.wait_for(running, SECONDS)
+
+
+@asynccontextmanager
+async def serving_world(redis_url: str, engines: str | list[str], folder: Path, **settings: Any) -> AsyncIterator[World]:
+    """A service of its own, asked by token."""
+    with serving_tasks(redis_url, engines, engine_api="token", **settings) as service:
+        connection = StoreConnection(redis_url)
+        try:
+            yield World(service, redis_url, connection, folder)
+        finally:
+            await connection.close()

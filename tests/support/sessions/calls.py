@@ -1,4 +1,4 @@
-"""Records with valid defaults, small enough to check by eye, and `Talk`, which writes a session down as a store holds it."""
+"""Records with valid defaults, small enough to check by eye, and `Talk`, which records a session as a store holds it."""
 
 from __future__ import annotations
 
@@ -115,6 +115,28 @@ class Talk:
     def go_on(self, call_id: str, parent: str, new: Sequence[int], said: Sequence[int], **more: Any) -> Call:
         """Add a call whose prompt is all of its parent's ids and `new`."""
         return self.say(call_id, [*self.full[parent], *new], said, parent=parent, **more)
+
+
+def tell(*calls: str, **fields: dict[str, Any]) -> Talk:
+    """A session as its calls, each as what it is told and what it says: "c1: 1 2 | 3".
+
+    "c2 < c1: 4 | 5" continues c1, with all of c1's ids before its own. "c2 / c1: 1 9 | 5" has c1 as its parent and its whole prompt
+    written out. "c2 @ c1: 1 2 | 5" is stored on c1, "c2 @ -: 1 2 | 5" on nothing. `fields` are the calls' own, by their ids.
+    """
+    talk = Talk()
+    for told in calls:
+        names, _, ids = told.partition(":")
+        prompt, said = ([int(each) for each in part.split()] for part in ids.split("|"))
+        call_id, *given = names.split()
+        of = dict(zip(given[::2], given[1::2], strict=True))
+        more: dict[str, Any] = {"fields": fields.get(call_id)}
+        if "@" in of:
+            more["base"] = None if of["@"] == "-" else of["@"]
+        if "<" in of:
+            talk.go_on(call_id, of["<"], prompt, said, **more)
+        else:
+            talk.say(call_id, prompt, said, parent=of.get("/"), **more)
+    return talk
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

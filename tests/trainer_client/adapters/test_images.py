@@ -160,9 +160,7 @@ class _OneBatch(LeasedRows):
         self.acked = len(parts)
 
 
-def test_trl_trains_what_the_engine_said_with_the_images_before_it(
-    sighted: Sighted, recorded_rows: Batch, tmp_path: Path
-) -> None:
+def test_trl_trains_what_the_engine_said_after_the_images(sighted: Sighted, recorded_rows: Batch, tmp_path: Path) -> None:
     """Its own forward passes, before the step and in it, see the pixels: otherwise the logprobs would be far from the recorded ones."""
     rows = _OneBatch(recorded_rows, Rows(vision=sighted.vision))
     with warnings.catch_warnings():

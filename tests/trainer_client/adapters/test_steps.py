@@ -107,9 +107,7 @@ def test_a_lease_that_cannot_be_acknowledged_is_told_and_the_others_are_no_longe
     assert not [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("lease-keeper")]
 
 
-def test_a_client_that_is_closed_while_a_step_is_joined_gives_the_parts_back(
-    service: ScriptedService, client: TrainerClient
-) -> None:
+def test_a_client_closed_while_a_step_is_joined_gives_the_parts_back(service: ScriptedService, client: TrainerClient) -> None:
     stopping = Steps(client, 4, stop=lambda: len(service.received) >= 2)
     with pytest.raises(ClientClosed):
         stopping.take()
@@ -126,9 +124,7 @@ def pushed(service: ScriptedService) -> list[tuple[int, str]]:
     return [(request.body["version"], request.body["path"]) for request in service.received if "path" in (request.body or {})]
 
 
-def test_a_checkpoint_is_published_before_the_step_it_comes_from_is_acknowledged(
-    service: ScriptedService, client: TrainerClient
-) -> None:
+def test_a_checkpoint_is_published_before_its_step_is_acknowledged(service: ScriptedService, client: TrainerClient) -> None:
     script_a_push(service, version=8)
     steps = Steps(client, 2)
     steps.take()
@@ -137,9 +133,7 @@ def test_a_checkpoint_is_published_before_the_step_it_comes_from_is_acknowledged
     assert service.paths()[1:4] == ["/weights", "/weights", "/batches/l0/ack"]
 
 
-def test_a_checkpoint_that_cannot_be_published_leaves_the_step_unacknowledged(
-    service: ScriptedService, client: TrainerClient
-) -> None:
+def test_an_unpublished_checkpoint_leaves_the_step_unacknowledged(service: ScriptedService, client: TrainerClient) -> None:
     service.script("GET /weights", json_answer({"current": {"version": 7}}))
     service.script(
         "POST /weights", json_answer({"applied": False, "seconds": 0.1, "replicas": {"e0": {"ok": False, "error": "no"}}})
@@ -179,9 +173,7 @@ def test_slimes_rollout_function_returns_the_samples_of_a_step_and_publishes_wha
     slime_rollout._steps.cache_clear()
 
 
-def test_skyrls_generator_returns_a_step_and_publishes_what_was_saved_after_it(
-    service: ScriptedService, client: TrainerClient
-) -> None:
+def test_skyrls_generator_returns_a_step_and_publishes_what_is_saved(service: ScriptedService, client: TrainerClient) -> None:
     generator: Any = VerbatimGenerator(client, 2, recorded("skyrl.TrajectoryID"), exports="/shared")
     output = asyncio.run(generator.generate({"prompts": [[]] * 2, "batch_metadata": SimpleNamespace(global_step=7)}))
     checked("skyrl.GeneratorOutput", output)
@@ -194,9 +186,7 @@ def test_skyrls_generator_returns_a_step_and_publishes_what_was_saved_after_it(
     assert ended(service) == ["/weights", "/weights", "l0/ack", "l1/ack", "l2/ack"]
 
 
-def test_skyrls_generator_acknowledges_nothing_when_a_step_is_asked_for_again(
-    service: ScriptedService, client: TrainerClient
-) -> None:
+def test_skyrls_generator_acknowledges_nothing_if_a_step_is_repeated(service: ScriptedService, client: TrainerClient) -> None:
     """SkyRL's dynamic sampling asks again without training. The old bug: the groups of the first time were acknowledged untrained."""
     generator: Any = VerbatimGenerator(client, 2, recorded("skyrl.TrajectoryID"))
     asked = {"prompts": [[]] * 2, "batch_metadata": SimpleNamespace(global_step=7)}

@@ -128,7 +128,7 @@ def test_what_trl_is_given_of_a_row() -> None:
     }
 
 
-def test_exactly_the_sampled_tokens_have_a_gradient(
+def test_only_the_sampled_tokens_have_a_gradient(
     folder: Path, service: RunningService, rows: LeasedRows, tmp_path: Path
 ) -> None:
     """The last hidden state at t acts on the loss only through the prediction of token t + 1."""

@@ -165,7 +165,7 @@ def test_rows_are_packed_into_the_token_budget_with_shared_beginnings_once(
     assert trained >= 5 and logged["batch/packing_ratio"] > 1
 
 
-def test_rows_as_old_as_the_lease_allows_are_trained(
+def test_rows_as_old_as_is_allowed_are_trained(
     folder: Path, service: RunningService, client: TrainerClient, tmp_path: Path
 ) -> None:
     """Six versions old; TRL alone drops rows older than four."""
@@ -182,7 +182,7 @@ def test_rows_as_old_as_the_lease_allows_are_trained(
     assert groups(service) == {"acked": 1, "ready": 2}
 
 
-def test_an_error_gives_the_leases_back_and_publishes_nothing(
+def test_an_error_gives_back_and_publishes_nothing(
     folder: Path, service: RunningService, client: TrainerClient, tmp_path: Path
 ) -> None:
     class Fails(TrainerCallback):  # type: ignore[misc]

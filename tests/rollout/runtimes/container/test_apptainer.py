@@ -72,9 +72,7 @@ async def test_what_is_written_is_kept_in_memory_where_that_is_asked_for(tmp_pat
     assert not {"--overlay", "--net", "--network"} & {*words}
 
 
-async def test_variables_that_are_flags_of_apptainer_do_not_open_an_instance(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_variables_that_are_flags_of_apptainer_open_no_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("APPTAINER_BIND", "SINGULARITY_NV", "APPTAINERENV_SECRET", "APPTAINER_CACHEDIR"):
         monkeypatch.setenv(name, "/of/the/node")
     environment = (await in_instances(tmp_path).kind.find_engine()).get_environment()  # type: ignore[attr-defined]
@@ -86,9 +84,7 @@ async def test_a_step_cannot_have_another_network_than_its_instance(started: Sta
         await shell(started.runtime, "true", network="full")
 
 
-async def test_a_harness_that_is_not_in_the_image_of_an_instance_and_cannot_be_fetched_is_missing(
-    started: Started, tmp_path: Path
-) -> None:
+async def test_a_harness_that_an_image_lacks_and_that_cannot_be_fetched_is_missing(started: Started, tmp_path: Path) -> None:
     """The old bug: a broken runtime, three attempts of it, and no word of the harness."""
     with pytest.raises(RolloutFailed, match=r"lacking: .* use an image that has it") as failed:
         await install_what_lacks(started.runtime, tmp_path)
@@ -150,9 +146,7 @@ async def test_instances_of_others_are_left_alone(started: Started) -> None:
     assert await out(started.runtime, "echo alive") == "alive\n"
 
 
-async def test_a_daemon_that_hides_and_holds_the_output_of_its_command_keeps_nobody_waiting(
-    started: Started, tmp_path: Path
-) -> None:
+async def test_a_hidden_daemon_that_holds_the_output_keeps_nobody_waiting(started: Started, tmp_path: Path) -> None:
     """Another command runs meanwhile, so that not all there is can be this one's."""
     logs = Logs(tmp_path / "out", tmp_path / "err")
     daemon = "env -i setsid sh -c ': > there; exec sleep 600' & until [ -e there ]; do sleep 0.1; done"

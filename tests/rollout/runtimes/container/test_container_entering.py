@@ -59,9 +59,7 @@ async def test_nothing_of_the_container_is_run_where_its_program_cannot_be(runti
     assert program.encode() in done.stderr and b"Traceback" not in done.stderr
 
 
-async def test_a_step_with_the_network_is_held_to_the_limits_of_the_others(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_step_with_the_network_has_the_limits_of_the_others(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python ignores two signals, which what it starts is not to do."""
     monkeypatch.setattr(disk, "WATCH_SECONDS", 3600.0)
     limits = [await out(runtime, "ulimit -a", network=network) for network in ("proxy", "full")]
@@ -86,7 +84,7 @@ async def test_the_nodes_own_interpreter_cannot_be_written_by_what_it_starts() -
     assert not os.statvfs(sys.executable).f_flag & os.ST_RDONLY
 
 
-async def test_what_a_command_puts_in_the_place_of_its_script_is_no_error_of_the_node(
+async def test_what_replaces_a_commands_script_is_no_error_of_the_node(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It knows the name. A folder there can be neither a script that was not read nor removed as one."""

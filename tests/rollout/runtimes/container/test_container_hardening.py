@@ -176,9 +176,7 @@ async def test_an_engine_that_applies_no_filter_starts_nothing(place: Place, tmp
     assert await apart.kind.sweep(apart.names) == 0
 
 
-async def test_a_container_beside_goes_also_where_its_making_was_broken_off(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_container_beside_goes_also_if_its_making_broke_off(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     apart = Place(place.kind, place.spec)
     begun = ContainerRuntime._start_container
 

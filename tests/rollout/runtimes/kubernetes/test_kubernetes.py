@@ -249,10 +249,7 @@ async def test_an_owner_in_another_namespace_is_none() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "why"),
-    [
-        ({"image": "missing"}, "ImagePullBackOff: there is no image of that name"),
-        ({"image": "ends"}, "Error"),
-    ],
+    [({"image": "missing"}, "ImagePullBackOff: there is no image of that name"), ({"image": "ends"}, "Error")],
 )
 async def test_a_pod_that_cannot_run_says_why_and_is_removed(changes: dict[str, Any], why: str) -> None:
     place = in_pods()

@@ -176,9 +176,7 @@ async def test_a_machine_without_bubblewrap_says_so(tmp_path: Path, monkeypatch:
     assert await LocalKind(RuntimeSettings(local_dir=tmp_path, local_sandbox="none")).probe() is None
 
 
-async def test_the_check_of_bubblewrap_asks_for_no_mount_that_may_go_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_check_of_bubblewrap_needs_no_mount_that_may_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of / has every container's, and bubblewrap fails when one is gone before it gets there. This one always is."""
     program = tmp_path / "bwrap"
     program.write_text(
@@ -283,9 +281,7 @@ async def test_control_groups_are_swept_where_no_folder_is_left(tmp_path: Path) 
     assert await place.kind.sweep(place.names) == 0
 
 
-async def test_control_groups_are_swept_where_the_restarted_node_is_in_another_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_control_groups_are_swept_by_a_node_restarted_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With version 1 a node's groups are below its own, which a restart may change."""
     place, hierarchies = sandboxed(tmp_path), _own_hierarchies()
     earlier = [replace(each, folder=each.folder / f"earlier-{place.names}") for each in hierarchies]
