@@ -42,6 +42,7 @@ _REST_SECONDS = 1.0
 
 
 _NO_HEADERS: Mapping[str, str] = {}
+_CLOSE = "close"
 _JSON = "Content-Type: application/json\r\n"
 
 
@@ -451,7 +452,7 @@ class Channels:
 
         Raises ChannelError, and TimeoutError after too long a silence."""
         target = _target(url)
-        channel = self._take_idle(target, headers) or await self._connect(target)
+        channel = self._take_idle(target, headers) or await self._connect(target, headers)
         answer = EngineResponse(channel)
         channel.ask(self._format(b"POST", target, body, headers), answer)
         await answer.wait_for_status()
@@ -464,7 +465,7 @@ class Channels:
         running task's call counts it as a wait for its engine."""
         since, target = time.perf_counter(), _target(url)
         try:
-            channel = self._take_idle(target, headers) or await self._connect(target)
+            channel = self._take_idle(target, headers) or await self._connect(target, headers)
             answer = WholeResponse(channel.loop.create_future())
             channel.ask(self._format(b"GET" if body is None else b"POST", target, body, headers), answer, seconds)
             try:
@@ -498,7 +499,7 @@ class Channels:
 
     def _take_idle(self, target: _Target, headers: Mapping[str, str]) -> Channel | None:
         """The most recently used connection that is still good; none where a new one is wanted."""
-        if headers.get("Connection") == "close":
+        if headers.get("Connection") == _CLOSE:
             return None
         channels = self._idle.get((target.host, target.port, target.tls))
         while channels:
@@ -508,10 +509,12 @@ class Channels:
             channel.close()
         return None
 
-    async def _connect(self, target: _Target) -> Channel:
+    async def _connect(self, target: _Target, headers: Mapping[str, str]) -> Channel:
+        # After a request that says so nothing may be sent, also where the engine leaves the connection open.
+        then = Channel.close if headers.get("Connection") == _CLOSE else partial(self._keep, target)
         try:
             async with asyncio.timeout(self._connect_seconds or None):
-                channel = await self._dial(target, lambda: Channel(partial(self._keep, target), self._read_seconds))
+                channel = await self._dial(target, lambda: Channel(then, self._read_seconds))
         except TimeoutError as error:
             raise ConnectTimeout(f"no connection within {self._connect_seconds:g} seconds") from error
         except OSError as error:

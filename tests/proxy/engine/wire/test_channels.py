@@ -238,6 +238,15 @@ async def test_a_request_to_end_a_call_is_repeated_over_new_connections(answer: 
         assert seen == [1, 2, 3]
 
 
+async def test_a_connection_that_a_request_asked_to_close_carries_no_other(answer: Answer) -> None:
+    """An engine that left it open got the next call over it, refused that as data after the end, and was taken for broken."""
+    async with Engine(telling(measured(b"{}"))).serving() as engine, channels() as made:
+        await made.ask(engine.url, None, {"Connection": "close"})
+        assert not made.idle
+        await answer(made, engine.url)
+        assert engine.connections == 2
+
+
 async def test_pieces_come_as_they_are_sent() -> None:
     gate = asyncio.Event()
 
