@@ -17,8 +17,8 @@ import json
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import pairwise
@@ -30,6 +30,8 @@ import uvloop
 
 from benchmarks.application import Application, application, scripted_engine
 from benchmarks.counting import Instructions, Peak, RedisMeter
+from benchmarks.nginx import WITH_PLUGIN
+from benchmarks.paced_engine import Behavior, behave, paced_engine
 from benchmarks.processes import ROOT, redis_server
 from benchmarks.reconstruction import CONTEXT, Shape, records
 from benchmarks.sessions import TOOLS, recorded
@@ -44,6 +46,7 @@ GROWTH = 0.15
 ROUNDS = 4
 TURNS = 10
 SAMPLED = 128
+PLUGIN_PROMPT = 1_000
 EVENTS_A_READ = 8
 _LONGEST_HEAD = 1024
 _READ_AT_ONCE = 16 * 1024
@@ -60,7 +63,8 @@ QUESTION = "Find alpha, and say which of the other keys it is made of."
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A call at `path` below a session of the service that takes `api` to its engine, after `before` calls of the same session.
+    """A call at `path` below a session of the service that takes `api` to its engine, after `before` calls of the same session. `api`
+    "plugin": the token path to an engine with the plugin, which answers every prompt alike.
 
     `streamed`: its answer takes long enough for the rest of the process to talk to Redis; then only what does not depend on that is
     counted."""
@@ -160,6 +164,7 @@ _WORK = [message for number in range(15) for message in _worked(number)]
 CASES = (
     Case("token path, first call", "token", "/v1/chat/completions", _chat),
     Case(f"token path, call {TURNS}", "token", "/v1/chat/completions", _chat, TURNS - 1),
+    Case("plugin path, first call", "plugin", "/v1/chat/completions", _chat),
     Case("chat path, first call", "chat", "/v1/chat/completions", _chat),
     Case(f"chat path, call {TURNS}", "chat", "/v1/chat/completions", _chat, TURNS - 1),
     Case("chat path, streamed", "chat", "/v1/chat/completions", _streamed, streamed=True),
@@ -217,12 +222,24 @@ async def prepared(app: Application, case: Case) -> tuple[str, str, dict[str, An
     return session_id, key, case.body(history)
 
 
+@asynccontextmanager
+async def applications(redis_port: int) -> AsyncIterator[dict[str, Application]]:
+    """By the `api` of cases."""
+    async with AsyncExitStack() as stack:
+        scripted, paced = stack.enter_context(scripted_engine(SAMPLED)), stack.enter_context(paced_engine())
+        behave(paced, Behavior(PLUGIN_PROMPT, SAMPLED, 0))
+        stack.enter_context(steady_reads())
+        engines = {"token": (scripted, "token"), "chat": (scripted, "chat"), "plugin": (paced + WITH_PLUGIN, "token")}
+        yield {name: await stack.enter_async_context(application(url, redis_port, api)) for name, (url, api) in engines.items()}
+
+
 async def entered(cases: Sequence[Case]) -> dict[str, Counter[str]]:
     """By case and file, how many of the file's functions a call enters."""
     found = {}
-    with scripted_engine(SAMPLED) as engine_url, redis_server() as redis_port, steady_reads():
-        for case in cases:
-            async with application(engine_url, redis_port, case.api) as app:
+    with redis_server() as redis_port:
+        async with applications(redis_port) as apps:
+            for case in cases:
+                app = apps[case.api]
                 instructions = Instructions()
                 _, key, body = await prepared(app, case)
                 with instructions.counted():
@@ -289,9 +306,8 @@ def reconstructed() -> Counts:
 
 
 async def counted_cases(cases: Sequence[Case]) -> Figures:
-    with scripted_engine(SAMPLED) as engine_url, redis_server() as redis_port, steady_reads():
-        async with application(engine_url, redis_port, "token") as token, application(engine_url, redis_port, "chat") as chat:
-            apps = {"token": token, "chat": chat}
+    with redis_server() as redis_port:
+        async with applications(redis_port) as apps:
             rounds = []
             # The first of each opens connections, loads scripts and fills caches.
             for _ in range(ROUNDS + 1):

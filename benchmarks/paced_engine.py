@@ -1,9 +1,9 @@
 """An engine that streams as engines do, one event per token at a pace, or refuses: vLLM's chat route, its three token routes, and
 below `nginx.WITH_PLUGIN` the plugin's.
 
-A stream's first token comes one pace after its request. Streams that begin in the same few milliseconds then step together, as the
-sequences of one batch do. `python -m benchmarks.paced_engine` prints its URL. `POST /behave` says how later requests are answered
-(`Behavior`); `GET /counted` returns what was asked and sent since then (`Counted`).
+A stream's first token comes one pace after its request, and what the plugin is asked for whole comes at once. Streams that begin in
+the same few milliseconds then step together, as the sequences of one batch do. `python -m benchmarks.paced_engine` prints its URL.
+`POST /behave` says how later requests are answered (`Behavior`); `GET /counted` returns what was asked and sent since then (`Counted`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.cores import Side
 from benchmarks.nginx import WITH_PLUGIN
 from benchmarks.processes import request, started
 from benchmarks.replies import MODEL, WORD, Size, answers, plugin_steps
-from proxy.engine.in_vllm.frames import ROUTE, SAMPLE
+from proxy.engine.in_vllm.frames import ROUTE, SAMPLE, read_ask
 
 STEP_SECONDS = 0.005
 Refusal = Literal["400", "503", "503 before the body", "cut after the head"]
@@ -101,6 +101,7 @@ class Engine:
         self.streams = {
             name: frame_events(content, behavior.sampled) for name, content in made.items() if name.endswith(".sse")
         } | {"sample.frames": _frame_steps([*map(_chunk, plugin_steps(Size("paced", behavior.prompt, behavior.sampled)))])}
+        self.unstreamed = answers(Size("paced", behavior.prompt, behavior.sampled), stream=False)["sample.frames"]
         under_way = [stream for slot in self._slots for stream in slot]
         self._slots = [[] for _ in range(max(1, round(behavior.pace_ms / 1000 / STEP_SECONDS)))]
         self._slots[0] = under_way
@@ -211,7 +212,7 @@ class _Connection(asyncio.Protocol):
             self._write(engine.whole["about.json"])
         elif path not in (*_SAMPLING, _RENDER, _DERENDER):
             self._refuse(404)
-        elif body == b"{}":  # the service asks so whether the route is there
+        elif body in (b"{}", b"\xc0"):  # the service asks so whether the route is there
             self._refuse(400)
         elif path == _RENDER:
             self._write(engine.whole["render.json"])
@@ -222,6 +223,8 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
         elif engine.behavior.refusal is not None:
             self._refuse(int(engine.behavior.refusal))
+        elif path == _PLUGIN and not read_ask(body).stream:
+            self._transport.write(_STREAM_HEAD + _chunk(engine.unstreamed) + _END)
         else:
             engine.begin(self._transport, _SAMPLING[path])
 
