@@ -50,7 +50,7 @@ from tests.support.documents.helm_chart import (
 from tests.support.documents.prometheus_rules import promtool
 from tests.support.documents.settings_in_code import variables
 
-OTHERS = re.compile(r"VLLM_|HF_TOKEN$|HOME$|TORCHDYNAMO_DISABLE$|REDIS_PASSWORD$|REDISCLI_AUTH$")
+OTHERS = re.compile(r"VLLM_|HF_TOKEN$|HOME$|USER$|TORCHDYNAMO_DISABLE$|REDIS_PASSWORD$|REDISCLI_AUTH$")
 """Variables of vLLM and Redis, and what others are made of."""
 NAMED = list(MATRIX.items())
 WITH_NODES = [name for name, values in NAMED if values.get("nodes", {}).get("enabled", True)]
@@ -111,7 +111,7 @@ def test_the_address_of_the_store_is_understood(name: str, kind: str, places: An
         assert address.service == "mymaster"
         assert address.server(("c", 6379)) == "rediss://verbatim:s3cret@c:6379/0?ssl_ca_certs=/etc/verbatim/redis/ca.crt"
         mounts = {mount["mountPath"]: mount["name"] for mount in proxy_of(MATRIX[name])["volumeMounts"]}
-        assert mounts["/etc/verbatim/redis"] == "redis-ca"
+        assert mounts["/etc/verbatim/redis"] == "redis-tls"
     if name in WITH_NODES:
         (node,) = each_container(MATRIX[name], "node")
         assert not {"VERBATIM_REDIS", "REDIS_PASSWORD"} & environment(node).keys()

@@ -31,62 +31,8 @@ app.kubernetes.io/component: {{ index . 1 }}
 app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ $root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
-{{- end -}}
-
-{{/* (list $ imageValues) */}}
-{{- define "verbatim.image" -}}
-{{- $root := index . 0 -}}
-{{- $image := index . 1 -}}
-{{- $tag := default $root.Chart.AppVersion $image.tag -}}
-{{- with $root.Values.image.registry -}}{{ trimSuffix "/" . }}/{{- end -}}{{ $image.repository }}:{{ $tag }}
-{{- end -}}
-
-{{/* Redis is not of the same registry as the project's images, unless a mirror says so by its repository. */}}
-{{- define "verbatim.redisImage" -}}
-{{- with .Values.redis.bundled.image -}}{{ .repository }}:{{ .tag }}{{ with .digest }}@{{ . }}{{ end }}{{- end -}}
-{{- end -}}
-
-{{- define "verbatim.pullSecrets" -}}
-{{- with .Values.image.pullSecrets }}
-imagePullSecrets:
-{{- range . }}
-  - name: {{ . }}
-{{- end }}
-{{- end }}
-{{- end -}}
-
-{{- define "verbatim.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
-seccompProfile: {type: RuntimeDefault}
-{{- end -}}
-
-{{- define "verbatim.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities: {drop: [ALL]}
-{{- end -}}
-
-{{/* nodeSelector, tolerations, affinity of one part's values */}}
-{{- define "verbatim.placing" -}}
-{{- with .nodeSelector }}
-nodeSelector: {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with .tolerations }}
-tolerations: {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with .affinity }}
-affinity: {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- end -}}
-
-{{/* Settings by their variables; what is no text becomes JSON. */}}
-{{- define "verbatim.settings" -}}
-{{- range $name, $value := . }}
-- name: {{ $name }}
-  value: {{ (kindIs "string" $value | ternary $value (toJson $value)) | quote }}
+{{- with $root.Values.commonLabels }}
+{{ toYaml . }}
 {{- end }}
 {{- end -}}
 
@@ -147,29 +93,54 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- if $external.passwordSecret.name -}}{{ $external.username }}:$(REDIS_PASSWORD)@{{- end -}}
 {{- join "," $external.hosts -}}
 {{- if eq $kind "single" -}}/{{ $external.database }}{{- else if eq $kind "sentinel" -}}/{{ $external.service }}/{{ $external.database }}{{- end -}}
-{{- if $external.caSecret.name -}}?ssl_ca_certs=/etc/verbatim/redis/{{ $external.caSecret.key }}{{- end -}}
+{{- $client := $external.clientCertSecret -}}
+{{- if and (or $external.caSecret.name $client.name) (not $external.tls) -}}
+{{- fail "redis.external.tls: set it to true, or caSecret and clientCertSecret have no effect" -}}
+{{- end -}}
+{{- $options := list -}}
+{{- if $external.caSecret.name }}{{ $options = append $options (printf "ssl_ca_certs=/etc/verbatim/redis/%s" $external.caSecret.key) }}{{ end -}}
+{{- if $client.name }}{{ $options = concat $options (list (printf "ssl_certfile=/etc/verbatim/redis/%s" $client.certKey) (printf "ssl_keyfile=/etc/verbatim/redis/%s" $client.keyKey)) }}{{ end -}}
+{{- with $options }}?{{ join "&" . }}{{ end -}}
 {{- end -}}
 
-{{- define "verbatim.redisMounts" -}}
-{{- if and (eq .Values.redis.mode "external") .Values.redis.external.caSecret.name }}
-- {name: redis-ca, mountPath: /etc/verbatim/redis, readOnly: true}
+{{/* The Secrets with certificates for an external Redis, in one folder, as items of a projected volume; empty if there are none. */}}
+{{- define "verbatim.redisSecrets" -}}
+{{- if eq .Values.redis.mode "external" -}}
+{{- with .Values.redis.external }}
+{{- if .caSecret.name }}
+- secret: {name: {{ .caSecret.name }}, items: [{key: {{ .caSecret.key }}, path: {{ .caSecret.key }}}]}
+{{- end }}
+{{- with .clientCertSecret }}{{ if .name }}
+- secret: {name: {{ .name }}, items: [{key: {{ .certKey }}, path: {{ .certKey }}}, {key: {{ .keyKey }}, path: {{ .keyKey }}}]}
+{{- end }}{{ end }}
 {{- end }}
 {{- end -}}
+{{- end -}}
 
-{{- define "verbatim.redisVolumes" -}}
-{{- if and (eq .Values.redis.mode "external") .Values.redis.external.caSecret.name }}
-- name: redis-ca
-  secret: {secretName: {{ .Values.redis.external.caSecret.name }}}
-{{- end }}
+{{/* The chart's own engines, as JSON: each part's name with its values, and `policy`, which is empty for the first. */}}
+{{- define "verbatim.models" -}}
+{{- $models := dict -}}
+{{- if .Values.vllm.enabled -}}
+{{- $shared := omit .Values.vllm "extraModels" -}}
+{{- $_ := set $models "vllm" (set (deepCopy $shared) "policy" "") -}}
+{{- range $name, $own := .Values.vllm.extraModels -}}
+{{- $part := printf "vllm-%s" $name -}}
+{{- if gt (len (include "verbatim.part" (list $ $part))) 52 -}}
+{{- fail (printf "vllm.extraModels.%s: with the release's name it is too long for a StatefulSet; shorten one of them" $name) -}}
+{{- end -}}
+{{- $_ := set $models $part (mustMergeOverwrite (deepCopy $shared) (dict "servedModelName" $name) (deepCopy $own) (dict "policy" $name)) -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $models -}}
 {{- end -}}
 
 {{- define "verbatim.engines" -}}
-{{- $engines := .Values.engines -}}
-{{- if .Values.vllm.enabled -}}
-{{- $own := printf "dns://%s.%s.svc:8000" (include "verbatim.part" (list . "vllm")) .Release.Namespace -}}
-{{- $engines = prepend $engines $own -}}
+{{- $engines := list -}}
+{{- range $part, $model := include "verbatim.models" . | fromJson -}}
+{{- $named := ne $model.policy "" | ternary (printf "%s=" $model.policy) "" -}}
+{{- $engines = append $engines (printf "%sdns://%s.%s.svc:8000" $named (include "verbatim.part" (list $ $part)) $.Release.Namespace) -}}
 {{- end -}}
-{{- toJson $engines -}}
+{{- toJson (concat $engines .Values.engines) -}}
 {{- end -}}
 
 {{- define "verbatim.weightsClaim" -}}

@@ -27,6 +27,7 @@ SENTINEL = {
     "passwordSecret": {"name": "store", "key": "password"},
     "caSecret": {"name": "store-ca", "key": "ca.crt"},
 }
+SIDECAR = {"name": "shipper", "image": "registry.example.com/shipper:1.2.0"}
 MATRIX: Mapping[str, Values] = {
     "defaults": {},
     "everything": {
@@ -122,6 +123,41 @@ MATRIX: Mapping[str, Values] = {
             "bundled": {"backup": {"enabled": True, "existingClaim": "copies", "restore": "verbatim-20260102T030405Z.rdb"}}
         },
     },
+    "pods by the book": {
+        "commonLabels": {"example.com/team": "rl"},
+        "global": {"imageRegistry": "mirror.example.com", "imagePullSecrets": ["mirror"]},
+        "proxy": {
+            "image": {"digest": f"sha256:{'0' * 64}"},
+            "extraEnv": [
+                {"name": "OTEL_TRACES_EXPORTER", "valueFrom": {"configMapKeyRef": {"name": "traces", "key": "exporter"}}}
+            ],
+            "initContainers": [SIDECAR],
+            "sidecars": [SIDECAR],
+            "podLabels": {"example.com/part": "proxy"},
+            "serviceAccount": {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/archive"}},
+        },
+        "vllm": {
+            "cache": {"existingClaim": "models"},
+            "extraVolumes": [{"name": "templates", "configMap": {"name": "chat-templates"}}],
+            "extraVolumeMounts": [{"name": "templates", "mountPath": "/templates", "readOnly": True}],
+            "keda": {"enabled": True},
+            "sidecars": [SIDECAR],
+            "extraModels": {"judge": {"model": "Qwen/Qwen3-8B", "keda": {"enabled": False}, "replicas": 2}},
+        },
+        "nodes": {"initContainers": [SIDECAR], "sidecars": [SIDECAR], "priorityClassName": "nodes"},
+        "redis": {
+            "mode": "external",
+            "external": {
+                "kind": "cluster",
+                "hosts": ["a:7000"],
+                "tls": True,
+                "caSecret": {"name": "store-ca"},
+                "clientCertSecret": {"name": "store-client"},
+            },
+        },
+        "monitoring": {"serviceMonitor": {"enabled": True, "engines": True}},
+        "networkPolicy": {"prometheusFrom": [{"namespaceSelector": {}}]},
+    },
     "the service alone": {"nodes": {"enabled": False}, "weights": {"enabled": False}, "networkPolicy": {"enabled": False}},
 }
 
@@ -175,8 +211,10 @@ def pods(values: Values) -> Iterator[Object]:
 
 
 def container(pod: Object) -> Object:
-    (only,) = pod["spec"]["containers"]
-    found: Object = only
+    """The chart's own, which stands before those of the values."""
+    own, *others = pod["spec"]["containers"]
+    assert [each["name"] for each in others] in ([], [SIDECAR["name"]])
+    found: Object = own
     return found
 
 
