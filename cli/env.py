@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cli.options import AsJson, NewSessionId, ServiceUrl
+from cli.options import AsJson, NewSessionId, RunName, ServiceUrl
 from cli.refusal import CommandError
 from cli.run import HarnessName, ModelName, RunSession, find_model, load_harness, open_session
 from rollout.harnesses.definition import Harness
@@ -19,6 +19,7 @@ from rollout.harnesses.prepared import HarnessError, home_variables
 def env(
     harness: HarnessName,
     session_id: NewSessionId = None,
+    run: RunName = None,
     model: ModelName = None,
     home: Annotated[
         Path | None,
@@ -48,7 +49,7 @@ def env(
     definition = load_harness(harness)
     if home is not None and home.resolve() == Path.home().resolve():
         raise CommandError(f"--home {home} is your own home, whose files would be replaced: choose another folder", exit_code=2)
-    session = open_session(CommandClient(url), definition, session_id=session_id)
+    session = open_session(CommandClient(url), definition, session_id=session_id, run=run)
     try:
         given = describe(definition, session, model, home)
     except BaseException as error:

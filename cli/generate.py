@@ -10,12 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from cli.checks import EXTRAS
-from cli.options import check_installed
+from cli.options import RunName, check_installed
 from cli.refusal import CommandError
 from cli.stop_signals import StopSignals
 
 NEEDS = ("simpleeval", "pydantic", "msgspec", "pyarrow")
-DEFAULT_RUN = 4
+AT_ONCE = 4
 
 
 def generate(
@@ -57,7 +57,10 @@ def generate(
     runtime: Annotated[
         str | None, typer.Option(metavar="KIND", help="Where harnesses run. Default: as each line says, or local.")
     ] = None,
-    run: Annotated[int | None, typer.Option(metavar="N", min=1, help="Harnesses at once, with --engine. Default: 4.")] = None,
+    run: RunName = None,
+    at_once: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Harnesses at once, with --engine. Default: 4.")
+    ] = None,
 ) -> None:
     """Sample the tasks of a file until enough attempts pass, and write the accepted ones.
 
@@ -74,7 +77,7 @@ def generate(
     the same reason. Ctrl-C stops it and writes what was accepted so far; repeat the command to continue. The exit code is 1 if
     nothing was accepted.
     """
-    check_flags(engine, url, run, samples, want, max_samples)
+    check_flags(engine, url, at_once, samples, want, max_samples)
     if engine_api_key_file is not None and not engine:
         raise CommandError("--engine-api-key-file is the key of --engine; the service of --url has its own", exit_code=2)
     if url is None:
@@ -90,7 +93,7 @@ def generate(
     from cli.tasks import read_bodies
 
     rule = Accept(accept)
-    inputs = read_inputs(read_bodies(tasks), Overrides(harness, model, runtime), rule)
+    inputs = read_inputs(read_bodies(tasks), Overrides(harness, model, runtime, run), rule)
     limits = RoundPlan(samples, max_samples or samples, want)
     settings: dict[str, Any] = {"--harness": harness, "--model": model, "--runtime": runtime, "--accept": accept}
     settings |= {"--samples": samples, "--want": want, "--max-samples": limits.most}
@@ -108,7 +111,7 @@ def generate(
                     )
                     from cli.serving.own_service import OwnService
 
-                    kinds, most = list_kinds(inputs), run or DEFAULT_RUN
+                    kinds, most = list_kinds(inputs), at_once or AT_ONCE
                     own = OwnService(
                         *(engine or [], folder.data, folder.logs, stop.wait, screen.say, most, kinds, folder.id),
                         key_file=engine_api_key_file,
@@ -127,13 +130,13 @@ def generate(
 
 
 def check_flags(
-    engine: list[str] | None, url: str | None, run: int | None, samples: int, want: int | None, max_samples: int | None
+    engine: list[str] | None, url: str | None, at_once: int | None, samples: int, want: int | None, max_samples: int | None
 ) -> None:
     """Raises `CommandError` (exit code 2)."""
     if bool(engine) == bool(url):
         raise CommandError("pass either --engine, to start a service, or --url, to use a running one", exit_code=2)
-    if url and run is not None:
-        raise CommandError("--run configures the node that --engine starts; the nodes of --url have their own", exit_code=2)
+    if url and at_once is not None:
+        raise CommandError("--at-once configures the node that --engine starts; the nodes of --url have their own", exit_code=2)
     most = max_samples or samples
     if most < samples:
         raise CommandError(f"--max-samples {most} is less than --samples {samples}", exit_code=2)

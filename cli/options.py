@@ -22,6 +22,11 @@ GroupId = Annotated[str | None, typer.Option("--group-id", metavar="ID", help="T
 GroupSize = Annotated[
     int | None, typer.Option("--group-size", metavar="N", min=1, help="How many sessions complete the group. Needs --group-id.")
 ]
+RunName = Annotated[
+    str | None,
+    typer.Option("--run", envvar="VERBATIM_RUN", metavar="NAME", help="The training run it belongs to. Default: default."),
+]
+OfRun = Annotated[str | None, typer.Option("--run", metavar="NAME", help="Only the sessions of this run.")]
 OfGroup = Annotated[str | None, typer.Option("--group", metavar="ID", help="Only the sessions of this group.")]
 Limit = Annotated[int, typer.Option("--limit", metavar="N", min=1, max=1000, help="How many to show, newest first.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Wait until all of them have ended, then print a table.")]

@@ -19,7 +19,7 @@ from urllib.parse import quote
 import httpx
 import typer
 
-from cli.options import GroupId, GroupSize, NewSessionId, ServiceUrl, TaskId
+from cli.options import GroupId, GroupSize, NewSessionId, RunName, ServiceUrl, TaskId
 from cli.refusal import CommandError
 from cli.sessions import accounting_line, count_roles
 from cli.stop_signals import StopSignals
@@ -52,6 +52,7 @@ def run(
     task_id: TaskId = None,
     group_id: GroupId = None,
     group_size: GroupSize = None,
+    run: RunName = None,
     reward: Annotated[
         float | None, typer.Option(metavar="X", help="Close the session with this reward if the run is completed.")
     ] = None,
@@ -93,7 +94,7 @@ def run(
         raise CommandError(f"--reward {reward} is invalid: pass a finite number", exit_code=2)
     check_executable(definition, words, {**os.environ, **definition.env, **passed})
     control = CommandClient(url)
-    fields = {"session_id": session_id, "task_id": task_id, "group_id": group_id, "group_size": group_size}
+    fields = {"session_id": session_id, "task_id": task_id, "group_id": group_id, "group_size": group_size, "run": run}
     with StopSignals() as stop:
         with WaitIndicator() as waiting:
             session = open_when_admitted(control, stop, waiting.show, definition, **fields)

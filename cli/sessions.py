@@ -13,7 +13,20 @@ from urllib.parse import quote
 
 import typer
 
-from cli.options import SERVICE, AsJson, GroupId, GroupSize, Limit, NewSessionId, OfGroup, ServiceUrl, SessionId, TaskId
+from cli.options import (
+    SERVICE,
+    AsJson,
+    GroupId,
+    GroupSize,
+    Limit,
+    NewSessionId,
+    OfGroup,
+    OfRun,
+    RunName,
+    ServiceUrl,
+    SessionId,
+    TaskId,
+)
 from cli.refusal import CommandError
 
 if TYPE_CHECKING:
@@ -31,6 +44,7 @@ def list_sessions(
         str | None, typer.Option(metavar="STATUS", help="Only these: open, closing, completed, failed, timeout or cancelled.")
     ] = None,
     group: OfGroup = None,
+    run: OfRun = None,
     limit: Limit = 50,
     url: ServiceUrl = None,
     as_json: AsJson = False,
@@ -44,7 +58,7 @@ def list_sessions(
     from cli.control import CommandClient
     from cli.tables import print_listing
 
-    answer = CommandClient(url).get("/sessions", status=status, group_id=group, limit=limit)
+    answer = CommandClient(url).get("/sessions", status=status, group_id=group, run=run, limit=limit)
     print_listing(answer["sessions"], sessions_table, as_json, limit if answer.get("cursor") else None)
 
 
@@ -83,6 +97,7 @@ def open_(
     task_id: TaskId = None,
     group_id: GroupId = None,
     group_size: GroupSize = None,
+    run: RunName = None,
     metadata: Annotated[str | None, typer.Option(metavar="JSON", help="An object that is kept with the session.")] = None,
     url: ServiceUrl = None,
     as_json: AsJson = False,
@@ -100,6 +115,7 @@ def open_(
     from cli.tables import print_json
 
     fields: dict[str, Any] = {"session_id": session_id, "task_id": task_id, "group_id": group_id, "group_size": group_size}
+    fields["run"] = run
     fields["metadata"] = None if metadata is None else _parse_object("--metadata", metadata)
     opened = CommandClient(url).post("/sessions", {name: value for name, value in fields.items() if value is not None})
     if as_json:

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import typer
 
-from cli.options import SERVICE, AsJson, Limit, ServiceUrl, Wait
+from cli.options import SERVICE, AsJson, Limit, RunName, ServiceUrl, Wait
 from cli.refusal import CommandError
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ TaskId = Annotated[str, typer.Argument(metavar="TASK", help="The task's id.")]
 @app.command("submit", short_help="Submit tasks from a file.")
 def submit(
     file: Annotated[str, typer.Argument(metavar="FILE", help="One task per line as JSON; - reads standard input.")],
+    run: RunName = None,
     wait: Wait = False,
     url: ServiceUrl = None,
 ) -> None:
@@ -50,7 +51,8 @@ def submit(
     "options"}), budgets ({"agent_seconds", "prepare_seconds", "evaluation_seconds", "total_seconds", "max_calls",
     "max_completion_tokens", "max_total_tokens"}), priority (0 to 100), labels, early_stop_usable_samples, max_attempts, group
     ({"policy", "minimum", "zero_variance", "max_quarantined_share"}), echo_policy, fork ({"session_id", "until",
-    "on_divergence", "tokens_per_second"}), lookahead ({"n", "choose", "model", "url", "roles"}), callback_url, metadata.
+    "on_divergence", "tokens_per_second"}), lookahead ({"n", "choose", "model", "url", "roles"}), callback_url, metadata, run
+    (a line that names none is of --run).
 
     If the service refuses lines, the others are still submitted, and the command ends with the reasons and their line numbers.
 
@@ -62,7 +64,8 @@ def submit(
 
     from cli.control import CommandClient
 
-    bodies = read_bodies(file)
+    default = {} if run is None else {"run": run}
+    bodies = [(number, {**default, **body}) for number, body in read_bodies(file)]
     control, screen = CommandClient(url), Console(stderr=True)
     try:
         submitted, refusals = _submit_all(control, bodies, screen)

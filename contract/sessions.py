@@ -17,13 +17,25 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen
 
-from contract.rules import FINITE, LIST_OR_TUPLE, RULES, HttpUrl, Metadata, Name, SpeltAs, Wire, show
+from contract.rules import FINITE, LIST_OR_TUPLE, RULES, Checks, HttpUrl, Metadata, Name, SpeltAs, Wire, show
 from reconstruct.roles import RoleRule
 
 SESSION_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}\Z")
 """What a session id may be. Not "." and "..", which clients fold away in a URL path."""
 
 SessionStatus = Literal["open", "closing", "completed", "failed", "timeout", "cancelled"]
+DEFAULT_RUN = "default"
+"""The run of whatever names none."""
+
+
+def check_run(name: str) -> str:
+    """The name. Raises ValueError for one that would not be plain in a URL path, a file name and a metric's label."""
+    if not SESSION_ID.match(name):
+        raise ValueError("a run's name has 1 to 128 letters, digits, '.', '_' and '-'")
+    return name
+
+
+RunName = Annotated[str, Checks(check_run, (("pattern", r"^[A-Za-z0-9._-]{1,128}$"),))]
 EchoPolicy = Literal["strict", "minted"]
 Role = Literal["main", "subagent", "compaction", "side"]
 
@@ -114,6 +126,8 @@ class RunFields(Wire):
     id minted into it proves which one is meant. Default: the service's setting."""
     lookahead: Lookahead | None = None
     """Samples several candidates for each reply and gives the harness the best of them."""
+    run: RunName = DEFAULT_RUN
+    """The training run or experiment that it belongs to: what `GET /run` counts separately."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +258,15 @@ class LastEvents(Wire):
 
 _EXAMPLE: dict[str, Any] = {
     **{"session_id": "first", "created_at": 1767225600.0, "task_id": None, "group_id": "task-1", "group_size": 1},
-    **{"metadata": {}, "sampling": {}, "trained": True, "echo_policy": "strict", "replay": None, "lookahead": None},
+    **{
+        "run": "default",
+        "metadata": {},
+        "sampling": {},
+        "trained": True,
+        "echo_policy": "strict",
+        "replay": None,
+        "lookahead": None,
+    },
     **{"max_calls": None, "max_completion_tokens": None, "max_total_tokens": None, "status": "completed", "calls": 2},
     **{"reward": 1.0, "per_call": {}, "per_branch": {}, "reward_metadata": {}, "error": None},
     **{"closed_at": 1767225700.0, "updated_at": 1767225700.0},

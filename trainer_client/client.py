@@ -57,6 +57,8 @@ class LeaseTerms(TypedDict, total=False):
     roles: Sequence[str] | None
     """Only rows of these roles. None: of all that are trained. A group with no such row arrives without rows; whatever is left out is
     never delivered once the batch is acknowledged."""
+    run: str | None
+    """Only groups of this run. None: of every run."""
     logprob_modes: Sequence[str] | None
     """Only tokens whose logprobs have these modes, of raw, processed, masked and unknown. None: all that the service trains. The others are
     in quarantine in `group.sessions`, and never delivered once the batch is acknowledged."""

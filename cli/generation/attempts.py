@@ -178,6 +178,7 @@ class Overrides:
     harness: str | None
     model: str | None
     runtime: str | None
+    run: str | None
 
 
 def read_inputs(lines: Iterable[tuple[int, dict[str, Any]]], overrides: Overrides, accept: Accept) -> list[Input]:
@@ -220,6 +221,8 @@ def _override(number: int, line: dict[str, Any], overrides: Overrides, harness: 
     if overrides.runtime is not None:
         kept = line["runtime"] if isinstance(line.get("runtime"), dict) else {}
         body["runtime"] = {**kept, "kind": overrides.runtime}
+    if overrides.run is not None:
+        body["run"] = overrides.run
     return body
 
 

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Path, Request, Response
 from pydantic import Field
 
 from contract.batches import LeasedSession
-from contract.sessions import Role
+from contract.sessions import Role, RunName
 from proxy.api.admission import DEFAULT_POLICY, load_current_versions
 from proxy.api.calls import ACCOUNTING, ROW, TrajectoryView
 from proxy.api.closing import group_name
@@ -68,6 +68,8 @@ class LeaseRequest(
     """Name of the caller. Ready groups are shared among consumers."""
     policy: str | None = Field(None, max_length=200)
     """Only rows of this model. Default: all."""
+    run: RunName | None = None
+    """Only groups of this run. Default: of every run."""
     roles: list[Role] | None = Field(None, min_length=1)
     """Only rows of these roles. Default: all trained roles. After the ack, the groups' other rows are never delivered."""
     logprob_modes: list[TrainedMode] | None = Field(None, min_length=1)
@@ -225,6 +227,7 @@ async def _lease(services: Services, body: LeaseRequest, form: Encoding, *, wait
             stale_groups=settings.stale_groups,
             version=line.version,
             policy=body.policy,
+            run=body.run,
             complete_only=body.complete_only,
             named=lines,
         )

@@ -229,7 +229,9 @@ async def _build_member(services: Services, state: SessionState) -> tuple[GroupM
         built = await rows.session_rows(services, state)
     except ReconstructError as error:
         log.error("session %s has no usable trajectories: %s", session_id, error)
-        return GroupMember(session_id, False, state.reward, 0, 0, complete=False), [_describe_end(services, state)]
+        return GroupMember(session_id, False, state.reward, 0, 0, complete=False, run=state.info.run), [
+            _describe_end(services, state)
+        ]
     await services.sessions.note_sampled(session_id, built.accounting.sampled_tokens)
     by_policy = _count_by_policy(built.rows)
     usable = (
@@ -237,7 +239,8 @@ async def _build_member(services: Services, state: SessionState) -> tuple[GroupM
     )
     default = by_policy.pop("", PolicyRows(0, 0))
     complete = built.accounting.complete
-    member = GroupMember(session_id, usable, state.reward, default.rows, default.oldest_version, by_policy, complete)
+    counted = (default.rows, default.oldest_version, by_policy, complete)
+    member = GroupMember(session_id, usable, state.reward, *counted, state.info.run)
     return member, await _measure_outcomes(services, state, built)
 
 

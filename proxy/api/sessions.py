@@ -18,6 +18,7 @@ from contract.sessions import (
     NewSession,
     OpenedSession,
     OpeningFields,
+    RunName,
     SessionDetail,
     SessionPage,
     SessionProgress,
@@ -126,11 +127,14 @@ async def list_sessions(
     services: Served,
     status: Annotated[SessionStatus | None, Query(description="Only sessions with this status.")] = None,
     group_id: Annotated[str | None, Query(description="Only sessions of this group.")] = None,
+    run: Annotated[RunName | None, Query(description="Only sessions of this run.")] = None,
     limit: PageSize = 100,
     cursor: PageCursor = None,
 ) -> Response:
     """Newest first. Each session appears on exactly one page."""
-    states, following = await services.sessions.list_sessions(status=status, group_id=group_id, limit=limit, cursor=cursor)
+    states, following = await services.sessions.list_sessions(
+        status=status, group_id=group_id, run=run, limit=limit, cursor=cursor
+    )
     return json_response({"sessions": [session_as_wire(state) for state in states], "cursor": following})
 
 

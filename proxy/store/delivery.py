@@ -38,8 +38,8 @@ WAITING_CLAIM_SECONDS = 8.0
 """How long a waiting consumer's claim outlives its last request: longer than the pause between two requests."""
 POLLED_CLAIM_SECONDS = 2.0
 """The same for a consumer that does not wait."""
-ANY_POLICY = "*"
-"""Stands for every policy in a lease; no policy has this name."""
+ANY = "*"
+"""Stands for every policy, and every run, in a lease; none has this name."""
 LETTERS_LOOKED_AT = 1000
 """Dead letters that one page examines; a page filtered by reason may be short."""
 BLOCK_SECONDS = 5.0
@@ -110,6 +110,7 @@ class LeaseQuery:
     stale_groups: str = "keep"
     version: int | None = None
     policy: str | None = None
+    run: str | None = None
     complete_only: bool = False
     named: Mapping[str, PolicyLine] = field(default_factory=dict)
 
@@ -157,7 +158,8 @@ class DeliveryStore:
         entry = (member.session_id, int(member.usable), reward, member.rows, member.oldest_version)
         named = (each for name, rows in member.named.items() for each in (name, rows.rows, rows.oldest_version))
         rules = (*_default_args(defaults), _pack_rule(rule))
-        args = (group_id, group_size, *entry, repr(now), *rules, int(member.complete), encode_outcomes(outcomes), *named)
+        counted = (member.run, encode_outcomes(outcomes))
+        args = (group_id, group_size, *entry, repr(now), *rules, int(member.complete), *counted, *named)
         status: bytes = await self._run("fill", *args, durable=True)
         return status.decode()
 
@@ -232,7 +234,8 @@ class DeliveryStore:
 
         `version` (the current one, for `count_versions_ahead`) and `oldest_version` are the default policy's; `named` has the other
         policies' (of `list_policies`): rows of a policy missing there wait for the next lease. `policy` takes only that policy's rows
-        ("" the default's); the others' rows in the same group become groups of their own. A group is stale if any row taken is."""
+        ("" the default's); the others' rows in the same group become groups of their own. A group is stale if any row taken is. `run`
+        takes only groups of that run."""
         lease_id, now = uuid.uuid4().hex, terms.now
         unlimited = terms.max_groups is None and terms.max_trajectories is None
         most = (1 if unlimited else terms.max_groups, terms.max_trajectories, terms.oldest_version)
@@ -243,7 +246,8 @@ class DeliveryStore:
         lines = (
             each for name, line in terms.named.items() for each in (name, _encode_limit(line.oldest_version), line.version)
         )
-        whose = (_encode_limit(terms.version), ANY_POLICY if terms.policy is None else terms.policy, *lines)
+        wanted = (ANY if each is None else each for each in (terms.policy, terms.run))
+        whose = (_encode_limit(terms.version), *wanted, *lines)
         answer = await self._run("lease", lease_id, terms.consumer, *limits, *times, *claim, *whose)
         if answer[0] == b"none":
             return Nothing(float(answer[1]) if answer[1] else None)

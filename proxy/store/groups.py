@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from contract.sessions import DEFAULT_RUN
+
 
 @dataclass(frozen=True, slots=True)
 class PolicyRows:
@@ -17,7 +19,7 @@ class PolicyRows:
 @dataclass(frozen=True, slots=True)
 class GroupMember:
     """A closed session in its group. `usable`: completed or timed out, with a reward. `rows` and their `oldest_version` are the default
-    policy's; `named` has the other policies'. `complete`: as in its accounting."""
+    policy's; `named` has the other policies'. `complete`: as in its accounting. `run`: a group is of its first member's."""
 
     session_id: str
     usable: bool
@@ -26,6 +28,7 @@ class GroupMember:
     oldest_version: int
     named: Mapping[str, PolicyRows] = field(default_factory=dict)
     complete: bool = True
+    run: str = DEFAULT_RUN
 
 
 @dataclass(frozen=True, slots=True)

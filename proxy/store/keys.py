@@ -26,6 +26,7 @@ Listings, in slots of their own. Written before the session and removed after it
 
     vb:sessions            zset    every session, all scores 0, members ordered by creation time
     vb:{g:<group>}:sessions zset   the same for one group id
+    vb:{r:<run>}:sessions  zset   the same for one run
     vb:unclosed            zset    session_id of every unclosed session, by when it was last known active
 
 The serving processes; kept for good:
@@ -176,6 +177,10 @@ def media_holder(session_id: str, created_at: float) -> str:
 
 def group_sessions(group_id: str) -> str:
     return f"vb:{{g:{group_id}}}:sessions"
+
+
+def run_sessions(run: str) -> str:
+    return f"vb:{{r:{run}}}:sessions"
 
 
 def weights(name: Literal["current", "history", "lock", "fence"], policy: str) -> str:

@@ -87,10 +87,10 @@ class SessionStore:
         return parse_state(await self._run("snapshot", _state_and_calls(session_id)))
 
     async def list_sessions(
-        self, *, status: str | None, group_id: str | None, limit: int, cursor: str | None
+        self, *, status: str | None, group_id: str | None, run: str | None = None, limit: int, cursor: str | None
     ) -> tuple[list[SessionState], str | None]:
         """A page, newest first, and the cursor of the next one; None: it was the last."""
-        return await self._listing.load_page(status=status, group_id=group_id, limit=limit, cursor=cursor)
+        return await self._listing.load_page(status=status, group_id=group_id, run=run, limit=limit, cursor=cursor)
 
     async def begin_delete(self, session_id: str) -> None:
         """From here on no fork of it is opened. Raises `Conflict` while forks replay it."""

@@ -126,7 +126,7 @@ def _unpack_mapping(blob: bytes | None) -> dict[str, Any]:
 
 
 class SessionListing:
-    """All sessions by creation time, also those of each group.
+    """All sessions by creation time, also those of each group and of each run.
 
     The lists are in other slots than the sessions, written before a session and cleaned after it: readers skip an entry whose session
     is missing, or was created at another time. A page that has found something ends after `LOOKED_AT` entries: a short page may have a
@@ -146,9 +146,10 @@ class SessionListing:
         await asyncio.gather(*(self._redis.execute("ZREM", key, member) for key in _lists(info)))
 
     async def load_page(
-        self, *, status: str | None, group_id: str | None, limit: int, cursor: str | None
+        self, *, status: str | None, group_id: str | None, run: str | None = None, limit: int, cursor: str | None
     ) -> tuple[list[SessionState], str | None]:
-        key = keys.SESSIONS if group_id is None else keys.group_sessions(group_id)
+        key = keys.SESSIONS if run is None else keys.run_sessions(run)
+        key = key if group_id is None else keys.group_sessions(group_id)
         found: list[SessionState] = []
         looked_at = 0
         while looked_at < LOOKED_AT or not found:
@@ -157,7 +158,7 @@ class SessionListing:
             members = [member.decode() for member in raw]
             for member, state in zip(members, await self._load_members(members), strict=True):
                 cursor = member
-                if state is not None and status in (None, state.status):
+                if state is not None and status in (None, state.status) and run in (None, state.info.run):
                     found.append(state)
                     if len(found) == limit:
                         return found, cursor
@@ -175,4 +176,5 @@ class SessionListing:
 
 
 def _lists(info: SessionInfo) -> tuple[str, ...]:
-    return (keys.SESSIONS,) if info.group_id is None else (keys.SESSIONS, keys.group_sessions(info.group_id))
+    every = (keys.SESSIONS, keys.run_sessions(info.run))
+    return every if info.group_id is None else (*every, keys.group_sessions(info.group_id))

@@ -90,6 +90,15 @@ def test_a_file_of_tasks_is_submitted_and_again_without_harm(fresh: RunningServi
     assert "a" not in tasks(fresh, "list", "--status", "running").stdout.split()
 
 
+def test_the_run_of_the_command_line_or_the_environment_is_that_of_lines_that_name_none(
+    fresh: RunningService, tmp_path: Path
+) -> None:
+    file = lines(tmp_path / "tasks.jsonl", {"task_id": "a"}, {"task_id": "b", "run": "own"})
+    assert tasks(fresh, "submit", file, "--run", "grpo-3").returncode == 0
+    runs = {task_id: fresh.request("GET", f"/tasks/{task_id}").json()["task"]["run"] for task_id in "ab"}
+    assert runs == {"a": "grpo-3", "b": "own"}
+
+
 def test_lines_with_the_same_mistakes_are_refused_once_and_with_all_of_them(fresh: RunningService, tmp_path: Path) -> None:
     """Each line was named by itself, with the first of its mistakes."""
     bad = {"harness": {"definition": {"name": "mine", "argv": "mine"}}}

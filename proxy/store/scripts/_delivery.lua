@@ -1,4 +1,4 @@
--- A group: {group_id, size, status, place, deliveries, lease, since, rule, members = {{id, usable, reward, rows, oldest, complete,
+-- A group: {group_id, run, size, status, place, deliveries, lease, since, rule, members = {{id, usable, reward, rows, oldest, complete,
 -- named}}, parts}
 -- status: filling, ready, dropped, leased, acked, dead. A ready group that was passed over sits in `stale`.
 -- `since`: when its last member came. `given_up`: it waits for no more members. `stale`: its lease wanted newer rows. `leased_at`:

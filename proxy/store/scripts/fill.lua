@@ -1,5 +1,5 @@
 -- ARGV: group id, size, session id, usable, reward or '', rows, oldest version, now, what a group needs, minimum, zero variance, the
--- session's own rule on these three (packed) or '', whether the session is complete, what it adds to the numbers of the run (packed),
+-- session's own rule on these three (packed) or '', whether the session is complete, its run, what it adds to the run's numbers (packed),
 -- then for each other policy its name, rows and oldest version. Returns the group's status.
 go_on_when_full()
 local group_id, size, session_id, needs = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[9]
@@ -11,7 +11,7 @@ local member = {
   oldest = tonumber(ARGV[7]),
   complete = ARGV[13] == '1',
 }
-for i = 15, #ARGV, 3 do
+for i = 16, #ARGV, 3 do
   member.named = member.named or {}
   member.named[ARGV[i]] = {rows = tonumber(ARGV[i + 1]), oldest = tonumber(ARGV[i + 2])}
   redis.call('SADD', policies, ARGV[i])
@@ -21,7 +21,7 @@ local function join_round()
   local round, group = newcomers_round(group_id, needs)
   redis.call('HSET', rounds, group_id, round)
   end_opening(group_id)
-  return round .. ':' .. group_id, group or {group_id = group_id, size = size, deliveries = 0, members = {}}
+  return round .. ':' .. group_id, group or {group_id = group_id, run = ARGV[14], size = size, deliveries = 0, members = {}}
 end
 
 local ref, group = redis.call('HGET', members, session_id), nil
@@ -49,7 +49,7 @@ if ARGV[12] ~= '' then
   group.rule = cmsgpack.unpack(ARGV[12])
 end
 measure(group)
-count_session(session_id, cmsgpack.unpack(ARGV[14]))
+count_session(session_id, cmsgpack.unpack(ARGV[15]))
 local status = decide(group, needs, tonumber(ARGV[10]), ARGV[11])
 count_group(group, status)
 -- Every member has come, and failed ones are not replaced.

@@ -1,14 +1,14 @@
 -- ARGV: lease id, consumer, max groups or -1, max rows or -1, oldest version or -1, deadline, max deliveries, now,
 -- how long an ended lease is remembered, what to do with stale groups, until when the claim of a consumer that gets nothing lasts,
--- whether it waits, whether it wants complete sessions only, the weight version or -1, the one policy wanted or '*', then for each other
--- policy its name, oldest version or -1, and weight version.
+-- whether it waits, whether it wants complete sessions only, the weight version or -1, the one policy wanted or '*', the one run wanted
+-- or '*', then for each other policy its name, oldest version or -1, and weight version.
 -- Returns {'leased', deadline, {reference, group id, deliveries, oldest version, stale, {session ids}, {policies}}, ...}, or {'none', when a
 -- group may become ready by itself or ''}
 go_on_when_full()
 local lease_id, consumer, deadline, now = ARGV[1], ARGV[2], ARGV[6], tonumber(ARGV[8])
 local max_deliveries, stale_groups = tonumber(ARGV[7]), ARGV[10]
 local versions, oldest = {[''] = tonumber(ARGV[14])}, {[''] = tonumber(ARGV[5])}
-for i = 16, #ARGV, 3 do
+for i = 17, #ARGV, 3 do
   oldest[ARGV[i]], versions[ARGV[i]] = tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2])
 end
 
@@ -16,6 +16,7 @@ end
 local me = {name = consumer, since = now, waits = ARGV[12] == '1', until_ = tonumber(ARGV[11])}
 me.max_groups, me.max_rows, me.oldest = tonumber(ARGV[3]), tonumber(ARGV[4]), oldest
 me.complete_only, me.policy = ARGV[13] == '1', ARGV[15] ~= '*' and ARGV[15] or nil
+me.run = ARGV[16] ~= '*' and ARGV[16] or nil
 
 local function is_complete(group)
   for _, member in ipairs(usable_members(group)) do
@@ -29,7 +30,7 @@ end
 -- The parts of the group that the claim wants, or nil.
 local function wanted_of(claim, group)
   local parts = parts_of(group)
-  if claim.complete_only and not is_complete(group) then
+  if (claim.complete_only and not is_complete(group)) or (claim.run and claim.run ~= group.run) then
     return nil
   end
   if not claim.policy then
@@ -136,9 +137,10 @@ local function is_filled(claim, rows)
   return claim.max_rows >= 0 and claim.groups > 0 and claim.rows + rows > claim.max_rows
 end
 
--- Claims on different policies do not compete.
+-- Claims on different policies or runs do not compete.
 local function is_rival(claim)
-  return not claim.policy or not me.policy or claim.policy == me.policy
+  local same_policy = not claim.policy or not me.policy or claim.policy == me.policy
+  return same_policy and (not claim.run or not me.run or claim.run == me.run)
 end
 
 -- The claim that gets this group: of those that can take it the one with the fewest groups, then the longest waiting.

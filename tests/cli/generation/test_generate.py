@@ -156,7 +156,7 @@ def test_where_nothing_is_accepted_it_says_why_and_its_exit_code_is_not_0(engine
 def test_attempts_that_all_fail_alike_end_it_and_it_begins_anew_once_mended(engine: ScriptedEngine, tmp_path: Path) -> None:
     """Eight attempts failed of one cause, one after the other, for minutes."""
     broken = [task(f"t{n}", instruction="no-such-program --now; exit 3") for n in range(12)]
-    given = ("--tasks", str(tmp_path / "tasks.jsonl"), "--run", "1")
+    given = ("--tasks", str(tmp_path / "tasks.jsonl"), "--at-once", "1")
     written(tmp_path / "tasks.jsonl", *broken)
     done = generate(tmp_path, engine, *given)
     assert done.returncode == 1, done.stderr

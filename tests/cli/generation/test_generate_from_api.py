@@ -75,7 +75,7 @@ def test_what_an_api_model_did_well_is_written_as_conversations(
     """Every call was refused for `return_token_ids`; and of an engine without ids nothing was written."""
     looked_up = vendor.family.speak(calls=[("lookup", {"key": "alpha"})])
     vendor.busy("0").say(looked_up, "goodbye", looked_up, "hello world")
-    given = ("--engine-api-key-file", str(key_file), "--model", MODEL, "--max-samples", "3", "--run", "1")
+    given = ("--engine-api-key-file", str(key_file), "--model", MODEL, "--max-samples", "3", "--at-once", "1")
     done = generate(tmp_path, f"{vendor.url}/v1", *given, VERBATIM_ENGINE_CA_FILE=str(authority.file))
     assert done.returncode == 0, done.stderr
     assert "serves small, large; not vLLM" in done.stderr and "1 conversations in " in done.stderr

@@ -143,6 +143,7 @@ EACH_FIELD: dict[str, Any] = {
     **{"sampling": {"seed": 7, "top_p": 0.5}, "echo_policy": "minted", "role_rules": [{"role": "side", "text": "title"}]},
     **{"group_policy": "allow_partial", "group_minimum": 2, "zero_variance": "drop", "max_quarantined_share": 0.25},
     **{"group_replacements": False, "max_calls": 3, "max_completion_tokens": 40, "max_total_tokens": 500, "replay": None},
+    "run": "grpo-3",
     "lookahead": {"n": 2, "choose": "http", "model": None, "url": "http://judge/", "roles": ["main"], "timeout_seconds": 5.0},
 }
 

@@ -246,6 +246,22 @@ async def test_a_tasks_echo_policy_is_that_of_its_sessions(redis_server: RedisSe
         assert refused.status_code == 400 and "echo_policy" in refused.json()["error"]["message"]
 
 
+async def test_a_tasks_run_is_that_of_its_sessions(redis_server: RedisServer) -> None:
+    """Left out, it is the default one; a name that is not plain is refused."""
+    redis_server.flushall()
+    with serving_tasks(redis_server.url) as running:
+        assert submit(running, task_id="own", run="grpo-3")["task"]["run"] == "grpo-3"
+        assert submit(running, task_id="none")["task"]["run"] == "default"
+        async with at(redis_server) as stores, attempts_of(running, "a") as attempts:
+            for _ in range(2):
+                taken = await stores.node("a").must_take()
+                await attempts.open(taken.attempt, (), "")
+        shown = {name: running.request("GET", f"/sessions/{name}.0.1").json()["run"] for name in ("own", "none")}
+        assert shown == {"own": "grpo-3", "none": "default"}
+        refused = running.request("POST", "/tasks", json={"instruction": "x", "harness": "pi", "run": "<i>"})
+        assert refused.status_code == 400 and "run: " in refused.json()["error"]["message"]
+
+
 async def test_a_tasks_budgets_and_share_of_quarantine_are_those_of_its_sessions(redis_server: RedisServer) -> None:
     """Left out, its sessions have no budget and the service's own share."""
     redis_server.flushall()

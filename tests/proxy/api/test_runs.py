@@ -1,0 +1,76 @@
+"""Runs over HTTP: a name that sessions and tasks carry, by which they are listed and leased."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from contract.sessions import DEFAULT_RUN
+from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.service.redis_server import RedisServer
+from tests.support.service.running_service import TRAINER, RunningService
+
+
+@pytest.fixture(name="engine")
+def scripted_engine() -> Iterator[ScriptedEngine]:
+    with ScriptedEngine("qwen3") as engine:
+        yield engine
+
+
+@pytest.fixture(name="service")
+def running_service(redis_server: RedisServer, engine: ScriptedEngine) -> Iterator[RunningService]:
+    redis_server.flushall()
+    with RunningService(engine.url, redis_server.url, engine_api="token") as service:
+        yield service
+
+
+def play(service: RunningService, run: str, reward: float = 1.0, **fields: Any) -> str:
+    session = service.session(run=run, **fields)
+    session.ask("hello")
+    session.close(reward=reward)
+    return session.session_id
+
+
+def list_run(service: RunningService, run: str, **query: str) -> list[str]:
+    answer = service.request("GET", "/sessions", params={"run": run, **query})
+    assert answer.status_code == 200, answer.text
+    return [each["session_id"] for each in answer.json()["sessions"]]
+
+
+def lease(service: RunningService, **terms: object) -> list[str]:
+    """The group ids that a trainer gets."""
+    answer = service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 9, **terms})
+    return [group["group_id"] for group in answer.json()["groups"]] if answer.status_code == 200 else []
+
+
+def test_sessions_are_listed_by_their_run_and_one_that_names_none_is_of_the_default(service: RunningService) -> None:
+    ids = {run: play(service, run) for run in ("grpo-3", "sft")}
+    unnamed = service.session().session_id
+    assert {run: list_run(service, run) for run in (*ids, DEFAULT_RUN)} == {
+        "grpo-3": [ids["grpo-3"]],
+        "sft": [ids["sft"]],
+        DEFAULT_RUN: [unnamed],
+    }
+    assert list_run(service, "grpo-3", status="open") == [] and list_run(service, "unheard-of") == []
+    service.request("DELETE", f"/sessions/{ids['sft']}")
+    assert list_run(service, "sft") == []
+
+
+def test_a_trainer_that_asks_for_a_run_gets_no_other_runs_groups(service: RunningService) -> None:
+    mine, other = play(service, "mine"), play(service, "other")
+    assert lease(service, run="mine", consumer="a") == [mine]
+    assert lease(service, run="mine", consumer="a") == []
+    assert lease(service, run="nobody-plays-this", consumer="b") == []
+    assert lease(service, consumer="c") == [other]
+
+
+@pytest.mark.parametrize("name", ["", "<b>x</b>", "a b", "a/b", "..", "a=b", "ü", "x" * 129, "line\n"])
+def test_a_run_whose_name_is_not_plain_is_refused_with_the_rule_and_leaves_nothing(service: RunningService, name: str) -> None:
+    for path in ("/sessions", "/batches/lease"):
+        answer = service.request("POST", path, json={"run": name})
+        assert answer.status_code == 400
+        assert "run" in answer.json()["error"]["message"] and "128 letters, digits" in answer.json()["error"]["message"]
+    assert service.request("GET", "/sessions", params={"run": name}).status_code == 400
+    assert service.request("GET", "/sessions").json()["sessions"] == []
