@@ -131,8 +131,11 @@ class Delta:
 
 
 def stamp(tensor: Tensor) -> Stamp:
-    import xxhash
-
+    """Raises BrokenWeights where xxhash is not installed, as in an environment that was made for an engine."""
+    try:
+        import xxhash
+    except ModuleNotFoundError as error:
+        raise BrokenWeights("digests of weights need the package xxhash: pip install xxhash in this environment") from error
     return Stamp(tensor.dtype, tensor.shape, xxhash.xxh3_128(tensor.data.view("u1").data).hexdigest())
 
 
@@ -282,6 +285,18 @@ def read_link(folder: Path) -> Link:
     if header.places.keys() != {name for name, change in changes.items() if not change.like}:
         raise BrokenWeights(f"{file} is damaged: it does not hold the tensors that it names")
     return link
+
+
+def list_bases(folder: Path) -> list[Path]:
+    """The folders that a delta needs beside its own, its base first and its anchor last; none for a checkpoint. Only headers are read, and
+    whether the last one exists is not looked at. Raises BrokenWeights."""
+    bases: list[Path] = []
+    while is_delta(folder):
+        folder = read_link(folder).base
+        if folder in bases:
+            raise BrokenWeights(f"{folder} follows itself")
+        bases.append(folder)
+    return bases
 
 
 def read_chain(folder: Path) -> Chain:

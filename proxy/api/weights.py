@@ -46,8 +46,9 @@ class PushRequest(Body, json_schema_extra={"example": {"version": 12, "path": "/
     version: int = Field(ge=0, lt=2**53)
     """Greater than the current one."""
     path: str | None = Field(None, min_length=1, max_length=4096)
-    """A safetensors file or folder, or an adapter's folder, that the engines can read."""
-    kind: Literal["full", "lora", "nccl"] = "full"
+    """A safetensors file or folder, a delta's folder, or an adapter's, that the engines can read."""
+    kind: Literal["full", "delta", "lora", "nccl"] = "full"
+    """A delta is what changed since the version in the folder beside it that it names; engines fold it with those before it."""
     mode: Literal["keep", "wait", "abort"] = "keep"
     """Calls in flight continue under the new weights, finish first, or are cut. Those of an adapter end under the version they began with,
     or are cut."""
@@ -105,6 +106,8 @@ class VersionShape(Body):
     version: int
     path: str | None
     kind: str | None
+    root: str | None
+    """A digest over all tensors. Null: they were pushed without digests."""
     updated_at: float | None
 
 
@@ -128,8 +131,9 @@ class PolicyWeights(Body):
 
 
 STATUS: dict[str, Any] = json.loads("""
-{"current": {"version": 12, "path": "/shared/weights/version-12", "kind": "full", "updated_at": 1767225600.0},
- "history": [{"version": 12, "path": "/shared/weights/version-12", "kind": "full", "updated_at": 1767225600.0}],
+{"current": {"version": 12, "path": "/shared/weights/version-12", "kind": "full", "root": null, "updated_at": 1767225600.0},
+ "history": [{"version": 12, "path": "/shared/weights/version-12", "kind": "full", "root": null,
+  "updated_at": 1767225600.0}],
  "updating": false, "frozen": false,
  "replicas": {"127.0.0.1:8000": {"url": "http://127.0.0.1:8000", "api": "token", "healthy": true, "reason": null,
   "weight_version": 12, "takes_weights": true}},

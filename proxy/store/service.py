@@ -117,6 +117,8 @@ class WeightState:
     updated_at: float = 0.0
     mode: str = "keep"
     """Of an adapter: whether every process cuts its calls of earlier versions ("abort")."""
+    root: str | None = None
+    """What the weights are: a digest over all tensors; see `contract.deltas`. None if they were pushed without digests."""
 
 
 class WeightStore:

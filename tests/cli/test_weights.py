@@ -134,7 +134,7 @@ def test_a_push_needs_a_path_or_a_transfer_and_the_status_names_the_fields_of_th
     assert "a push needs a path, or what a trainer sends" in answer.json()["error"]["message"]
     status = service.request("GET", "/weights").json()
     assert set(status) == {"current", "history", "updating", "frozen", "replicas", "models"}
-    assert set(status["current"]) == {"version", "path", "kind", "updated_at"}
+    assert set(status["current"]) == {"version", "path", "kind", "root", "updated_at"}
 
 
 def test_brackets_in_names_and_reasons_are_no_markup(service: RunningService) -> None:

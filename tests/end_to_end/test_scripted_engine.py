@@ -194,9 +194,17 @@ def test_a_pause_freezes_calls_and_the_new_weights_take_over_in_mid_reply(client
         ]
         (loaded,) = asking.post("/collective_rpc", {"method": "verbatim_weights"})["results"]
         nobody = {"group": None, "claimed_by": None, "begun": False, "logprob_mode": "raw_logprobs", "engine": loaded["engine"]}
+        nobody |= {"kind": "full", "root": None}
         assert loaded == {"whole": True, "path": str(tmp_path), "version": 1, "updates": 1, "error": None, **nobody}
-        (check,) = asking.post("/collective_rpc", {"method": "verbatim_check", "args": ["/not/there"]})["results"]
-        assert "/not/there" in check["error"]
+        assert "/not/there" in prepare_nothing(asking)["results"][0]["error"]
+
+
+def prepare_nothing(asking: Asking) -> Any:
+    """The answer about a path that is not there, once it has been looked for."""
+    while True:
+        answer = asking.post("/collective_rpc", {"method": "verbatim_prepare", "args": ["ticket", "/not/there", "full"]})
+        if answer["results"][0]["done"]:
+            return answer
 
 
 def test_faults_happen_once_and_in_order(engine: ScriptedEngine, asking: Asking) -> None:
@@ -617,5 +625,6 @@ def test_vllms_other_routes_answer_the_same(pair: tuple[Asking, Asking, Scripted
         ("/abort_requests", {"request_ids": ["nobody"]}),
     ):
         assert ours.post(path, body) == theirs.post(path, body), path
-    for body in ({"method": "verbatim_weights"}, {"method": "verbatim_check", "args": ["/not/there"]}):
-        assert_alike(ours.post("/collective_rpc", body), theirs.post("/collective_rpc", body))
+    loaded = {"method": "verbatim_weights"}
+    assert_alike(ours.post("/collective_rpc", loaded), theirs.post("/collective_rpc", loaded))
+    assert_alike(prepare_nothing(ours), prepare_nothing(theirs))

@@ -1,14 +1,15 @@
 """The backend inside vLLM: loads a safetensors checkpoint from a path into the running model, all of it or none.
 
 vLLM imports this module in every worker through `--worker-extension-cls proxy.engine.in_vllm.backend.VerbatimWorker`; the import
-registers the weight-transfer backend "verbatim" (`--weight-transfer-config '{"backend": "verbatim"}'`). It imports nothing of the
-service, so the file can be copied alone to an engine's machine. Checked against vLLM 0.32 and 0.33.
+registers the weight-transfer backend "verbatim" (`--weight-transfer-config '{"backend": "verbatim"}'`). Of this project it imports only
+this folder and `contract`, so that it runs in an environment made for vLLM. Checked against vLLM 0.32 and 0.33.
 
-One update is one checkpoint: start, update {"path", "version"}, finish. Before the model is touched, the checkpoint's headers are
-read and *rehearsed*: its names and shapes go through the model's own weight loaders on the meta device, which counts what lands
-where. It must fill exactly what the engine's original checkpoint fills. So a bad checkpoint costs nothing: the old weights still serve
-and the update can be repeated. `verbatim_check` does the same beforehand, without a pause. Only a read error halfway can tear the
-weights; `verbatim_weights` reports that until the next whole update.
+One update is one checkpoint, or one chain of deltas: start, update {"path", "version"}, finish. Before the model is touched, the headers
+are read and *rehearsed*: names and shapes go through the model's own weight loaders on the meta device, which counts what lands
+where. They must fill exactly what the engine's original checkpoint fills. So bad weights cost nothing: the old ones still serve
+and the update can be repeated. `verbatim_prepare` does the same beforehand: it reads, folds and verifies in a thread (`sources.py`), for
+an engine samples nothing while a worker's method runs, and rehearses in the method, for that replaces the model's tensors for a moment.
+Only a read error halfway can tear the weights; `verbatim_weights` reports that until the next whole update.
 
 Weights may also come from a trainer's GPUs: after `init_weight_transfer_engine {"group", "nccl"}` has joined the trainer's NCCL
 group, update {"transfer": {"group", "names", "dtype_names", "shapes"}, "version"} receives the parameters with vLLM's own engine.
@@ -19,7 +20,7 @@ group, update {"transfer": {"group", "names", "dtype_names", "shapes"}, "version
 from __future__ import annotations
 
 import functools
-import json
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +30,6 @@ from typing import Any
 
 import torch
 import vllm
-from safetensors import SafetensorError, safe_open
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.logger import init_logger
@@ -37,103 +37,26 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import CopyCounter, to_meta_tensor
 
+from contract.tensor_files import BrokenWeights
+from proxy.engine.in_vllm.mirror import Mirror
+from proxy.engine.in_vllm.sources import Header, Headers, Preparation, Source, open_checkpoint, open_source
+
 logger = init_logger("vllm.verbatim")
 
 BACKEND = "verbatim"
 NCCL_CHECKED = ("0.32", "0.33")
 """The first two numbers of the versions of vLLM whose NCCL engine is used."""
-INDEX = "model.safetensors.index.json"
+MIRROR = "VERBATIM_MIRROR"
+"""The environment variable with the folder of the mirror; without it deltas are folded while they are loaded."""
 _NO_BACKEND = f'start vLLM with --weight-transfer-config \'{{"backend": "{BACKEND}"}}\''
 
 
-class BadCheckpoint(ValueError):
+class BadCheckpoint(BrokenWeights):
     """The checkpoint was refused; the model was not touched."""
 
 
 class TornWeights(RuntimeError):
     """The update failed halfway: the model holds parts of two checkpoints."""
-
-
-@dataclass(frozen=True)
-class Header:
-    """A tensor's file, shape and dtype, read without its data."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-Headers = dict[str, Header]
-
-
-def read_headers(path: str | Path) -> Headers:
-    """Headers by name, of a safetensors file or of a directory with one file, several, or an index.
-
-    Raises BadCheckpoint if it is missing, unreadable, truncated, or has a tensor twice.
-    """
-    headers: Headers = {}
-    for file, wanted in _files(Path(path)).items():
-        try:
-            with safe_open(file, framework="pt", device="cpu") as tensors:
-                names = list(tensors.keys()) if wanted is None else wanted
-                for name in names:
-                    if name in headers:
-                        raise BadCheckpoint(f"{path} holds {name} twice")
-                    part = tensors.get_slice(name)
-                    headers[name] = Header(file, tuple(part.get_shape()), _DTYPES[part.get_dtype()])
-        except (SafetensorError, OSError) as error:
-            raise BadCheckpoint(f"{file} is not a whole safetensors file: {error}") from error
-        except KeyError as error:
-            raise BadCheckpoint(f"{file} holds a dtype that is not known here: {error}") from error
-    if not headers:
-        raise BadCheckpoint(f"{path} holds no tensors")
-    return headers
-
-
-def _files(path: Path) -> dict[Path, list[str] | None]:
-    """The files to read, and which tensors of each; None: all."""
-    if path.is_file():
-        return {path: None}
-    if not path.is_dir():
-        raise BadCheckpoint(f"{path} does not exist on the engine's machine")
-    if (path / INDEX).is_file():
-        return _read_index(path)
-    files = sorted(file for file in path.glob("*.safetensors") if not file.name.startswith("adapter_"))
-    if not files:
-        kind = "is a LoRA adapter, push it as kind lora" if (path / "adapter_config.json").is_file() else "has no *.safetensors"
-        raise BadCheckpoint(f"{path} {kind}")
-    return dict.fromkeys(files)
-
-
-def _read_index(path: Path) -> dict[Path, list[str] | None]:
-    try:
-        places = json.loads((path / INDEX).read_text())["weight_map"]
-        shards: dict[Path, list[str] | None] = {}
-        for name, file in places.items():
-            shards.setdefault(path / file, []).append(name)  # type: ignore[union-attr]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadCheckpoint(f"{path / INDEX} is not a safetensors index: {error!r}") from error
-    if missing := [file.name for file in shards if not file.is_file()]:
-        raise BadCheckpoint(f"{path} lacks {', '.join(missing)}, which its index names")
-    return shards
-
-
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-
-
-def read_tensors(headers: Headers) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors, file by file, memory-mapped if possible."""
-    by_file: dict[Path, list[str]] = {}
-    for name, header in headers.items():
-        by_file.setdefault(header.file, []).append(name)
-    for file, names in by_file.items():
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            for name in names:
-                yield name, tensors.get_tensor(name)
 
 
 class Claims:
@@ -195,6 +118,8 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
         self._original = _original_headers(self.vllm_config)
         self._expected: dict[str, int] | None = None
         self._accepted: dict[str, tuple[tuple[int, ...], torch.dtype]] | None = None
+        self._mirror = Mirror(Path(os.environ[MIRROR])) if os.environ.get(MIRROR) else None
+        self._preparation: Preparation | None = None
         self.claims = Claims()
         self.identity = secrets.token_hex(8)
         self._nccl: Any = None
@@ -206,6 +131,8 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
             "updates": 0,
             "error": None,
             "group": None,
+            "kind": "full",
+            "root": None,
         }
 
     def init_transfer_engine(self, init_info: VerbatimInit) -> None:
@@ -243,10 +170,13 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
         try:
             if refused := self.claims.refusal(update_info.owner, update_info.fence):
                 raise BadCheckpoint(refused)
+            held: dict[str, Any] = {"kind": "full", "root": None}
             if update_info.transfer is not None:
                 self._receive(update_info.transfer)
             elif update_info.path is not None:
-                self._load(self.check_checkpoint(update_info.path), update_info.path)
+                source = self._take_source(update_info.path)
+                self._load(source, self._fit(source, update_info.path), update_info.path)
+                held = {"kind": source.kind, "root": source.root}
             else:
                 raise BadCheckpoint("an update needs a path or a transfer")
             self._received = True
@@ -266,11 +196,33 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
             "version": update_info.version,
             "updates": updates,
             "error": None,
+            **held,
         }
 
-    def check_checkpoint(self, path: str) -> Headers:
-        """What to load of the checkpoint at `path`. Raises BadCheckpoint if it does not fit; the model is not touched."""
-        headers = self._drop_tied(read_headers(path), path)
+    def prepare(self, ticket: str, path: str, kind: str) -> dict[str, Any]:
+        """Begin to prepare `path`, or tell how far that is. `{"done": False}` while its thread reads; then `root`, and `error`: why it
+        cannot be loaded, None if it can."""
+        if self._preparation is None or self._preparation.ticket != ticket:
+            self._preparation = Preparation(ticket, path, lambda: open_source(path, kind, self._mirror))
+        if not self._preparation.done:
+            return {"done": False}
+        try:
+            source = self._preparation.result()
+            self._fit(source, path)
+        except Exception as error:
+            return {"done": True, "error": str(error) or type(error).__name__}
+        return {"done": True, "error": None, "root": source.root}
+
+    def _take_source(self, path: str) -> Source:
+        """What was prepared of the path, if it was verified. Otherwise it is read now, for its files may be others since."""
+        prepared, self._preparation = self._preparation, None
+        if prepared is not None and prepared.path == path and prepared.source is not None and prepared.source.root is not None:
+            return prepared.source
+        return open_source(path, None, self._mirror)
+
+    def _fit(self, source: Source, path: str) -> Headers:
+        """What to load of it. Raises BadCheckpoint if it does not fit; the model is not touched."""
+        headers = self._drop_tied(source, path)
         self._check_shapes(headers, path)
         self._check_coverage(headers, path)
         return headers
@@ -280,7 +232,7 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
         if transfer["group"] != self.state["group"]:
             raise BadCheckpoint("the engine is not in the trainer's NCCL group: the trainer has to connect again")
         described = zip(transfer["names"], transfer["dtype_names"], transfer["shapes"], strict=True)
-        headers = {name: Header(Path(), tuple(shape), getattr(torch, dtype)) for name, dtype, shape in described}
+        headers = {name: Header(tuple(shape), getattr(torch, dtype)) for name, dtype, shape in described}
         if len(headers) < len(transfer["names"]):
             raise BadCheckpoint("the trainer names a parameter twice")
         if twice := [name for name, first in self._tied.items() if name in headers and first in headers]:
@@ -299,14 +251,13 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
             self._nccl.shutdown()
             self._nccl = None
 
-    def _drop_tied(self, headers: Headers, path: str) -> Headers:
+    def _drop_tied(self, source: Source, path: str) -> Headers:
         """Without the second name of tied weights, which must equal the first."""
-        kept = dict(headers)
+        kept = dict(source.headers)
         for second, first in self._tied.items():
             if second not in kept or first not in kept:
                 continue
-            pair = dict(read_tensors({name: headers[name] for name in (first, second)}))
-            if not torch.equal(pair[first], pair[second]):
+            if not source.are_equal(first, second):
                 raise BadCheckpoint(f"{path}: {second} differs from {first}, but this model ties them")
             del kept[second]
         return kept
@@ -334,13 +285,13 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
             raise BadCheckpoint(f"{path} {what}")
         self._accepted = wanted
 
-    def _load(self, headers: Headers, path: str) -> None:
+    def _load(self, source: Source, headers: Headers, path: str) -> None:
         self.state = {**self.state, "whole": False}
         try:
             with torch.device(self.device):
                 initialize_layerwise_reload(self.model)
                 try:
-                    self.model.load_weights(read_tensors(headers))
+                    self.model.load_weights(source.read(headers))
                 finally:
                     # Also after an error: it puts back the tensors the kernels use, so that the next update finds a model.
                     finalize_layerwise_reload(self.model, self.model_config)
@@ -474,8 +425,8 @@ def _original_headers(vllm_config: Any) -> Headers:
                     local_files_only=True,
                 )
             )
-        return read_headers(path)
-    except (BadCheckpoint, OSError, ValueError):
+        return open_checkpoint(path).headers
+    except (BrokenWeights, OSError, ValueError):
         return {}
 
 
@@ -491,7 +442,8 @@ class VerbatimWorker:
 
     def verbatim_weights(self) -> dict[str, Any]:
         """`whole`: False while the weights are torn; `path` and `version` of the last whole update, and the number of `updates`;
-        `error` of the last update if it failed; `claimed_by`: who is changing the weights; `group`: the joined NCCL group; `begun`:
+        `error` of the last update if it failed; `claimed_by`: who is changing the weights; `group`: the joined NCCL group; `kind` and
+        `root` of the last update (None: it had no digests); `begun`:
         whether vLLM has begun an update and not ended it; `engine`: a random name until it starts again; `logprob_mode`: what the engine
         returns as logprobs."""
         told = self._answer(
@@ -508,9 +460,9 @@ class VerbatimWorker:
         """`error`: why the claim is refused, None if it is held."""
         return self._answer(lambda engine: {"error": engine.claims.take(owner, fence, seconds)})
 
-    def verbatim_check(self, path: str) -> dict[str, Any]:
-        """`error`: why the checkpoint at `path` cannot be loaded, None if it can. Safe while requests run."""
-        return self._answer(lambda engine: _error_of(engine.check_checkpoint, path))
+    def verbatim_prepare(self, ticket: str, path: str, kind: str) -> dict[str, Any]:
+        """See `VerbatimEngine.prepare`: begins with a new ticket, and answers at once. Safe while requests run."""
+        return self._answer(lambda engine: engine.prepare(ticket, path, kind))
 
     def verbatim_check_transfer(self, transfer: dict[str, Any]) -> dict[str, Any]:
         """`error`: why the trainer's parameters cannot be received, None if they can. Safe while requests run."""

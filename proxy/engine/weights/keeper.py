@@ -27,7 +27,7 @@ from proxy.engine.apis.contact import EngineKinds
 from proxy.engine.apis.routers import TOPIC as ROUTER
 from proxy.engine.replica import Replica, Served
 from proxy.engine.weights.adapters import SETUP_ADAPTERS, find_foreign, find_served, load_version, switch
-from proxy.engine.weights.replica import Guard, Push, hold_claim, update_replica
+from proxy.engine.weights.replica import Guard, Kind, Push, hold_claim, update_replica
 from proxy.engine.weights.vllm import SETUP, TORN, Claim, Loaded, StepRefused, WeightApi
 from proxy.errors import Conflict, EngineFailed, StoreUnavailable
 from proxy.settings import Settings
@@ -137,7 +137,8 @@ class WeightKeeper:
         if whole and version is not None and version > current.version:
             # The engine outlived the store, or someone updated it directly: its weights are newer, and versions only grow.
             path = None if loaded is None or loaded.version is None else loaded.path
-            current = WeightState(version, path, "full", time.time())
+            kind, root = ("full", None) if loaded is None else (loaded.kind, loaded.root)
+            current = WeightState(version, path, kind, time.time(), root=root)
             await self._weights.advance(current, policy, lock.fence)
         if whole and version == current.version:
             if paused:
@@ -149,7 +150,9 @@ class WeightKeeper:
         await self._repair(replica, current, label, lambda: self._load_full(api, replica, current, lock))
 
     async def _load_full(self, api: WeightApi, replica: Replica, current: WeightState, lock: PushLock) -> None:
-        push = Push(current.version, current.path, policy=replica.policy)
+        # Of a version sent over NCCL, the path is a whole checkpoint; of a delta, it leads to its anchor.
+        kind: Kind = "delta" if current.kind == "delta" else "full"
+        push = Push(current.version, current.path, kind, policy=replica.policy)
         await update_replica(api, replica, push, Guard(lock.check))
         replica.weight_version = current.version
 

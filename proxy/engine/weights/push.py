@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -128,7 +128,7 @@ class WeightUpdater:
         await asyncio.gather(*self._pushes, return_exceptions=True)
 
     async def status(self) -> dict[str, Any]:
-        """`{current: {version, path, kind, updated_at}, history: [newest first], updating, frozen, replicas: {name: {...}}}` of the
+        """`{current: {version, path, kind, root, updated_at}, history: [newest first], updating, frozen, replicas: {name: {...}}}` of the
         default policy, and under `models` the same for each other one."""
         others = dict.fromkeys(replica.policy for replica in self._pool.replicas if replica.policy)
         return {**await self._policy_status(""), "models": {policy: await self._policy_status(policy) for policy in others}}
@@ -248,7 +248,7 @@ class WeightUpdater:
         await load_version(api, replica, state, fence, identity)
         guard.tell("loaded")
         guard.check()
-        await guard.commit()
+        await guard.commit(None)
         served = find_served(replica, state)
         assert served is not None, "it was just loaded"
         switch(replica, served, cut=push.mode == "abort")
@@ -299,7 +299,8 @@ def _replica_as_wire(replica: Replica) -> dict[str, Any]:
 
 
 def _state_as_wire(state: WeightState) -> dict[str, Any]:
-    return {"version": state.version, "path": state.path, "kind": state.kind, "updated_at": state.updated_at}
+    told = {"version": state.version, "path": state.path, "kind": state.kind, "root": state.root}
+    return {**told, "updated_at": state.updated_at}
 
 
 def check_push(
@@ -380,9 +381,10 @@ class Commit:
         self._asked = False
         self.done = False
 
-    async def __call__(self) -> None:
+    async def __call__(self, root: str | None) -> None:
         async with self._turn:
             if not self.done:
+                self._state = replace(self._state, root=root)
                 self._asked = True
                 await self._weights.advance(self._state, self._policy, self._fence)
                 self.done = True
@@ -394,7 +396,7 @@ class Commit:
             if await self._weights.current(self._policy) == self._state:
                 self.done = True
             else:
-                await self()
+                await self(self._state.root)
 
 
 class Meeting:

@@ -12,7 +12,7 @@ from proxy.engine.replica import Replica
 from proxy.engine.weights.vllm import SETUP, Claimed, Loaded, StepRefused, Transfer, WeightApi
 from proxy.errors import EngineFailed, StoreUnavailable, VerbatimError
 
-Kind = Literal["full", "lora", "nccl"]
+Kind = Literal["full", "delta", "lora", "nccl"]
 Mode = Literal["keep", "wait", "abort"]
 Step = Literal["checking", "pausing", "paused", "loading", "loaded", "resumed"]
 
@@ -20,7 +20,7 @@ Step = Literal["checking", "pausing", "paused", "loading", "loaded", "resumed"]
 @dataclass(frozen=True, slots=True)
 class Push:
     """`path` is what the engines read; for nccl, which reads none, an optional copy of the same weights for engines that join later.
-    `transfer` describes what nccl sends."""
+    `transfer` describes what nccl sends. What the base of a delta is, its folder says."""
 
     version: int
     path: str | None
@@ -30,16 +30,16 @@ class Push:
     transfer: Transfer | None = None
 
 
-async def _do_nothing() -> None: ...
+async def _do_nothing(root: str | None = None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
     """The hooks of an update. `check` raises once the push lock is lost; `together` returns when every replica that must load at the
-    same time is ready to; `commit` makes the version current; `tell` is called with each step."""
+    same time is ready to; `commit` makes the version current, with the root of its weights; `tell` is called with each step."""
 
     check: Callable[[], None]
-    commit: Callable[[], Awaitable[None]] = _do_nothing
+    commit: Callable[[str | None], Awaitable[None]] = _do_nothing
     together: Callable[[], Awaitable[None]] = _do_nothing
     tell: Callable[[Step], None] = lambda step: None
 
@@ -58,7 +58,7 @@ async def update_replica(api: WeightApi, replica: Replica, push: Push, guard: Gu
         raise EngineFailed(f"the engine has no routes for weights; {SETUP}")
     guard.tell("checking")
     async with hold_claim(api, required=True):
-        before = await _prepare(api, push)
+        before, root = await _prepare(api, push)
         guard.check()
         try:
             guard.tell("pausing")
@@ -73,7 +73,7 @@ async def update_replica(api: WeightApi, replica: Replica, push: Push, guard: Gu
             await _resume_intact(api, before, error, guard)
             guard.tell("resumed")
             raise
-        await _finish(api, push, guard)
+        await _finish(api, push, guard, root)
 
 
 @asynccontextmanager
@@ -95,14 +95,13 @@ async def hold_claim(api: WeightApi, *, required: bool) -> AsyncIterator[None]:
     await api.release()
 
 
-async def _prepare(api: WeightApi, push: Push) -> Loaded:
-    """The loaded weights. On failure the replica is untouched and goes on serving."""
+async def _prepare(api: WeightApi, push: Push) -> tuple[Loaded, str | None]:
+    """The loaded weights, and the root of the new ones. On failure the replica is untouched and goes on serving."""
     before = await api.read_loaded()
     if push.transfer is not None:
         await api.check_transfer(push.transfer)
-    else:
-        await api.check(str(push.path))
-    return before
+        return before, None
+    return before, await api.prepare(str(push.path), push.kind)
 
 
 async def _load(api: WeightApi, push: Push) -> None:
@@ -135,11 +134,11 @@ async def _check_still_ours(api: WeightApi, guard: Guard) -> None:
     guard.check()
 
 
-async def _finish(api: WeightApi, push: Push, guard: Guard) -> None:
+async def _finish(api: WeightApi, push: Push, guard: Guard, root: str | None) -> None:
     try:
         guard.check()
         await api.finish_full(push.version)
-        await guard.commit()
+        await guard.commit(root)
         guard.check()
         await api.resume()
         guard.tell("resumed")

@@ -6,9 +6,12 @@ Checkpoints need the backend of `proxy.engine.in_vllm` in the engine; LoRA adapt
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
+import time
+import uuid
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,6 +22,8 @@ from proxy.engine.replica import Replica
 from proxy.errors import EngineFailed
 
 PROBE_SECONDS = 30.0
+FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.01, 0.5
+"""Between two looks at a preparation under way; each is a moment in which the engine does not sample."""
 TORN = "torn"
 """The label of weights that are not, or may not be, whole. It is not a version, so nothing sampled under it is trained."""
 SETUP = (
@@ -70,7 +75,7 @@ class Loaded:
     `whole`: all of them hold the same complete weights, from the update of `path` (None: what the engine was started with) as
     `version`. `updates` counts whole updates since the engine started, `error` is that of the last one, `claimed_by` the service that
     changes the weights now, `group` the NCCL group it joined. `begun`: an update was begun and not ended; None if only some workers say
-    so."""
+    so. `kind` and `root` are the update's; without digests it has no root."""
 
     whole: bool
     path: str | None
@@ -80,6 +85,8 @@ class Loaded:
     claimed_by: str | None = field(default=None, compare=False)
     group: str | None = field(default=None, compare=False)
     begun: bool | None = field(default=False, compare=False)
+    kind: str = field(default="full", compare=False)
+    root: str | None = field(default=None, compare=False)
 
 
 class WeightApi:
@@ -127,9 +134,23 @@ class WeightApi:
             with contextlib.suppress(EngineFailed):
                 await self._set_claim(self._claim, 0.0)
 
-    async def check(self, path: str) -> None:
-        """Raises StepRefused if the checkpoint does not fit. Changes nothing."""
-        _raise_first_error(await self._call_workers("verbatim_check", path))
+    async def prepare(self, path: str, kind: str) -> str | None:
+        """The root of the weights at `path`, None if they have no digests, once every worker has read and verified them, while it samples.
+
+        Raises StepRefused, naming the file, link or tensor, if they cannot be loaded. Changes nothing that serves."""
+        ticket, pause, deadline = uuid.uuid4().hex, FIRST_LOOK_SECONDS, time.monotonic() + self._step_seconds
+        while True:
+            answers = await self._call_workers("verbatim_prepare", ticket, path, kind, seconds=PROBE_SECONDS)
+            _raise_first_error(answers)
+            if all(answer.get("done") for answer in answers):
+                roots = {answer.get("root") for answer in answers}
+                if len(roots) > 1:
+                    raise StepRefused(f"the engine's workers read different weights at {path}")
+                return roots.pop()
+            if time.monotonic() > deadline:
+                raise EngineFailed(f"{path} was not read within {self._step_seconds:g} seconds")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_LOOK_SECONDS)
 
     async def check_transfer(self, transfer: Transfer) -> None:
         """Raises StepRefused if the engine is not in that group or the parameters do not fit. Changes nothing."""
@@ -266,6 +287,8 @@ def _combine(workers: list[dict[str, Any]]) -> Loaded:
         claimed_by,
         group,
         begun.pop() if len(begun) == 1 else None,
+        str(first.get("kind") or "full"),
+        first.get("root"),
     )
 
 

@@ -42,6 +42,7 @@ class ScriptedWeights:
         self.loaded: dict[str, Any] = {
             **{"whole": True, "path": None, "version": None, "updates": 0, "error": None},
             **{"group": None, "claimed_by": None, "logprob_mode": "raw_logprobs", "engine": uuid.uuid4().hex},
+            **{"kind": "full", "root": None},
         }
         self.refuse_check: str | None = None
         self.refuse_update: str | None = None
@@ -52,6 +53,7 @@ class ScriptedWeights:
         self.labels: list[str] = []
         self.adapters: dict[str, str] = {}
         self._received = False
+        self._ticket = ""
         self._claims = ScriptedClaims()
         self._holds: list[Hold] = []
         self.routes: dict[tuple[str, str], Route] = {
@@ -218,10 +220,15 @@ class ScriptedWeights:
             outside = body["args"][0]["group"] != self.loaded.get("group")
             error, self.refuse_check = self.refuse_check, None
             await exchange.answer({"results": [{"error": "the engine is not in the group" if outside else error}]})
-        elif body.get("method") == "verbatim_check":
+        elif body.get("method") == "verbatim_prepare":
+            ticket, path, _ = body["args"]
+            if ticket != self._ticket:
+                self._ticket = ticket
+                await exchange.answer({"results": [{"done": False}]})
+                return
             await self._held("check", done=False)
-            error, self.refuse_check = self.refuse_check or _missing(body["args"][0]), None
-            await exchange.answer({"results": [{"error": error}]})
+            error, self.refuse_check = self.refuse_check or _missing(path), None
+            await exchange.answer({"results": [{"done": True, "error": error} | ({} if error else {"root": None})]})
         else:
             await exchange.fail(Fail(500, f"Call to collective_rpc method failed: {body.get('method')}"))
 

@@ -116,7 +116,7 @@ class ScriptedWeights:
         worker = (
             self.loaded
             if body["method"] == "verbatim_weights"
-            else {"error": self.refuses if body["method"] == "verbatim_check" else None}
+            else {"done": True, "error": self.refuses if body["method"] == "verbatim_prepare" else None}
         )
         return {"results": [worker]}
 
@@ -368,7 +368,7 @@ async def test_a_push_is_seen_by_the_other_processes(engines: Callable[..., Any]
     [
         ({"version": 0, "path": "/w"}, "version is 0, must be 1 or more"),
         ({"version": 1, "path": "w"}, "must be absolute"),
-        ({"version": 1, "path": "/w", "kind": "delta"}, "kind is 'delta', must be one of full, lora"),
+        ({"version": 1, "path": "/w", "kind": "diff"}, "kind is 'diff', must be one of full, delta, lora"),
         ({"version": 1, "path": "/w", "mode": "later"}, "mode is 'later', must be one of keep, wait, abort"),
     ],
 )

@@ -73,7 +73,7 @@ class Worker(VerbatimWorker):
 
 worker = Worker()
 print("answers:", worker.verbatim_weights(), worker.verbatim_claim("owner", 1, 9.0))
-print("answers:", worker.verbatim_check("/weights"), worker.verbatim_check_transfer({}))
+print("answers:", worker.verbatim_prepare("ticket", "/weights", "full"), worker.verbatim_check_transfer({}))
 """
 
 
@@ -97,11 +97,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from proxy.engine.in_vllm.backend import INDEX, Claims, VerbatimEngine, VerbatimUpdate, VerbatimWorker
+from contract.tensor_files import INDEX
+from proxy.engine.in_vllm.backend import Claims, VerbatimEngine, VerbatimUpdate, VerbatimWorker
 
 engine = VerbatimEngine.__new__(VerbatimEngine)
 engine.claims, engine._tied, engine.parallel_config = Claims(), {}, SimpleNamespace(world_size=2)
 engine.state = {"whole": True, "updates": 0, "error": None}
+engine._mirror = engine._preparation = None
 
 class Worker(VerbatimWorker):
     weight_transfer_engine = engine
@@ -109,7 +111,9 @@ class Worker(VerbatimWorker):
 Path(sys.argv[1], INDEX).write_text(json.dumps({"weight_map": ["model.safetensors"]}))
 for path in ("/" + 300 * "x", sys.argv[1]):
     engine.receive_weights(VerbatimUpdate(path=path, version=1))
-    print("answers:", Worker().verbatim_check(path)["error"], engine.state)
+    while not (answer := Worker().verbatim_prepare(path, path, "full"))["done"]:
+        pass
+    print("answers:", answer["error"], engine.state)
 print("answers:", Worker().verbatim_check_transfer({"group": "g"})["error"])
 """
 

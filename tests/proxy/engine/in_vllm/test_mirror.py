@@ -1,0 +1,195 @@
+"""The mirror of an engine's machine: the published bits or the old copy, whatever is damaged and whenever a process dies."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from contract.deltas import (
+    DELTA,
+    DIGESTS,
+    State,
+    encode_delta,
+    read_chain,
+    read_digests,
+    root_of,
+    stamp,
+    verify,
+    write_delta,
+    write_digests,
+)
+from contract.tensor_files import BrokenWeights, Tensor, map_tensors, read_header, write_file
+from proxy.engine.in_vllm.mirror import BUILDING, CURRENT, Mirror
+
+
+def make_version(folder: Path, before: State | None, seed: int) -> State:
+    """An anchor, or the delta on `before`: `still` is the same in all versions, `w` differs."""
+    values = np.random.default_rng(seed).integers(0, 1 << 16, 3000, "u2")
+    tensors = {"still": Tensor("BF16", (3000,), np.arange(3000, dtype="u2")), "w": Tensor("BF16", (3000,), values)}
+    folder.mkdir()
+    if before is None:
+        sizes = {name: (each.dtype, each.shape) for name, each in tensors.items()}
+        write_file(folder / "model.safetensors", sizes, tensors.items())
+        return write_digests(folder, {name: stamp(each) for name, each in tensors.items()}, seed)
+    old = np.random.default_rng(before.version).integers(0, 1 << 16, 3000, "u2")
+    delta = encode_delta({**tensors, "w": Tensor("BF16", (3000,), old)}, before.stamps, tensors, most_bytes=1 << 20)
+    assert delta is not None
+    write_delta(folder, delta, seed, before)
+    return State(folder, seed, root_of(delta.stamps), delta.stamps)
+
+
+@pytest.fixture
+def versions(tmp_path: Path) -> list[State]:
+    """Versions 1 to 4; the first is an anchor."""
+    states: list[State] = []
+    for number in range(1, 5):
+        states.append(make_version(tmp_path / f"version-{number}", states[-1] if states else None, number))
+    return states
+
+
+@pytest.fixture
+def mirror(tmp_path: Path) -> Mirror:
+    return Mirror(tmp_path / "mirror")
+
+
+def held(tmp_path: Path) -> State:
+    return read_digests((tmp_path / "mirror" / CURRENT).resolve())
+
+
+def flip(file: Path, name: str) -> None:
+    data = bytearray(file.read_bytes())
+    data[read_header(file).places[name][2] + 7] ^= 1
+    file.write_bytes(data)
+
+
+def test_it_follows_a_chain_link_by_link_and_keeps_one_copy(mirror: Mirror, versions: list[State], tmp_path: Path) -> None:
+    for state in versions:
+        copy = mirror.advance(read_chain(state.folder))
+        assert (copy.state.root, copy.state.version) == (state.root, state.version)
+        verify(copy.state)
+    del copy
+    mirror.advance(read_chain(versions[0].folder))
+    mirror.advance(read_chain(versions[1].folder))
+    left = [path.name for path in (tmp_path / "mirror").iterdir() if path.is_dir() and not path.is_symlink()]
+    assert len(left) == 1
+
+
+def test_links_behind_its_copy_are_not_read_again(mirror: Mirror, versions: list[State]) -> None:
+    """The anchor's data could be on a slow link, or damaged meanwhile: only headers are read of what the mirror holds."""
+    mirror.advance(read_chain(versions[1].folder))
+    flip(versions[0].folder / "model.safetensors", "w")
+    verify(mirror.advance(read_chain(versions[3].folder)).state)
+
+
+def test_a_copy_that_an_engine_reads_is_not_removed(mirror: Mirror, versions: list[State]) -> None:
+    first = mirror.advance(read_chain(versions[0].folder))
+    mirror.advance(read_chain(versions[1].folder))
+    verify(first.state)
+    first.release()
+    mirror.advance(read_chain(versions[2].folder))
+    assert not first.state.folder.exists()
+
+
+@pytest.mark.parametrize("name", ["w", "still"])
+def test_a_damaged_copy_is_refused_by_the_name_of_the_tensor_and_then_made_anew(
+    name: str, mirror: Mirror, versions: list[State]
+) -> None:
+    copy = mirror.advance(read_chain(versions[1].folder))
+    flip(copy.state.folder / "model.safetensors", name)
+    with pytest.raises(BrokenWeights, match=f"{name} does not have the bytes that were published"):
+        mirror.advance(read_chain(versions[2].folder))
+    verify(mirror.advance(read_chain(versions[2].folder)).state)
+
+
+def test_a_damaged_copy_of_the_version_itself_is_never_given_out(mirror: Mirror, versions: list[State]) -> None:
+    """As when an engine starts again beside a mirror that another process wrote."""
+    copy = mirror.advance(read_chain(versions[1].folder))
+    flip(copy.state.folder / "model.safetensors", "still")
+    with pytest.raises(BrokenWeights, match="still does not have the bytes"):
+        mirror.advance(read_chain(versions[1].folder))
+
+
+def test_a_damaged_link_leaves_the_mirror_as_it_was(mirror: Mirror, versions: list[State], tmp_path: Path) -> None:
+    before = mirror.advance(read_chain(versions[1].folder)).state
+    flip(versions[2].folder / DELTA, "w")
+    with pytest.raises(BrokenWeights, match=r"w is damaged|w does not have the bytes"):
+        mirror.advance(read_chain(versions[2].folder))
+    assert held(tmp_path) == before
+    verify(before)
+    assert not (tmp_path / "mirror" / BUILDING).exists()
+
+
+def test_a_full_disk_leaves_the_mirror_as_it_was(
+    mirror: Mirror, versions: list[State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = mirror.advance(read_chain(versions[1].folder)).state
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr("contract.tensor_files.os.fsync", fail)
+        with pytest.raises(BrokenWeights, match=r"the mirror in .* cannot be written: .*No space left on device"):
+            mirror.advance(read_chain(versions[2].folder))
+    assert held(tmp_path) == before
+    verify(mirror.advance(read_chain(versions[2].folder)).state)
+
+
+def advance_in_a_process(place: Path, folder: Path) -> multiprocessing.process.BaseProcess:
+    process = multiprocessing.get_context("fork").Process(target=_advance, args=(place, folder))
+    process.start()
+    return process
+
+
+def _advance(place: Path, folder: Path) -> None:
+    Mirror(place).advance(read_chain(folder))
+
+
+def kill_at(step: str, place: Path, folder: Path) -> None:
+    """In a process of its own: SIGKILL when it calls that function of the mirror's."""
+    child = os.fork()
+    if child == 0:
+        import proxy.engine.in_vllm.mirror as module
+
+        def die(*args: object, **named: object) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        target: Callable[..., object] = die
+        where, _, name = step.rpartition(".")
+        setattr({"": module, "Path": Path, "os": os}[where], name, target)
+        Mirror(place).advance(read_chain(folder))
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    "step", ["write_folded", "os.fsync", "Path.rename", "Path.symlink_to", "Path.replace", "_remove_unread"]
+)
+def test_a_process_killed_at_any_step_leaves_the_old_copy_or_the_new_one(
+    step: str, mirror: Mirror, versions: list[State], tmp_path: Path
+) -> None:
+    mirror.advance(read_chain(versions[1].folder))
+    kill_at(step, tmp_path / "mirror", versions[2].folder)
+    state = held(tmp_path)
+    verify(state)
+    assert state.root == versions[2 if step == "_remove_unread" else 1].root
+    verify(mirror.advance(read_chain(versions[2].folder)).state)
+    assert not (tmp_path / "mirror" / BUILDING).exists()
+
+
+def test_workers_that_share_a_mirror_make_one_copy(versions: list[State], tmp_path: Path) -> None:
+    workers = [advance_in_a_process(tmp_path / "mirror", versions[3].folder) for _ in range(3)]
+    for worker in workers:
+        worker.join(60)
+        assert worker.exitcode == 0
+    assert held(tmp_path).root == versions[3].root
+    verify(held(tmp_path))
+    assert len([path for path in (tmp_path / "mirror").iterdir() if (path / DIGESTS).exists() and not path.is_symlink()]) == 1
+    assert map_tensors(held(tmp_path).folder).keys() == {"still", "w"}
