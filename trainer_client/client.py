@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, Unpack
 from urllib.parse import quote
 
 from contract.client import NEVER_STARTED, ServiceClient
@@ -28,17 +28,22 @@ from trainer_client.media import MediaFiles
 from trainer_client.publish import (
     ReplicaFailed,
     WeightPush,
+    check_tensors,
     checkpoints_in_use,
     decode_push,
     explain_failure,
     prune_versions,
     target_folder,
-    write_weights,
+    write_tensors,
 )
+from trainer_client.publish_deltas import DeltaWriter
 from trainer_client.publish_nccl import NcclPublisher
 from trainer_client.wire import ACCEPT, LeaseReader, decode_body, decode_versions
 
-Kind = Literal["full", "lora"]
+if TYPE_CHECKING:
+    import torch
+
+Kind = Literal["full", "delta", "lora"]
 Mode = Literal["keep", "wait", "abort"]
 
 
@@ -86,6 +91,7 @@ class TrainerClient:
     ) -> None:
         self.consumer = consumer or f"{socket.gethostname()}:{os.getpid()}"
         self._service = ServiceClient(url, token, timeout_seconds=timeout_seconds, retry_seconds=retry_seconds)
+        self._writers: dict[str, DeltaWriter] = {}
 
     def batches(
         self,
@@ -143,6 +149,9 @@ class TrainerClient:
         mode: Mode = "keep",
         directory: str | os.PathLike[str] | None = None,
         config: Any = None,
+        dtype: torch.dtype | None = None,
+        delta: bool = False,
+        anchor_every: int = 20,
         keep_last: int | None = None,
         shard_bytes: int = 5 * 10**9,
         push_seconds: float = 3600.0,
@@ -153,15 +162,28 @@ class TrainerClient:
         `weights` is a state dict of torch tensors, which is first written to `directory/version-<version>`, or a path the engines
         can read. `config`, the model's (`model.config`) or the folder it was loaded from, makes the version's folder a whole checkpoint
         that `from_pretrained` loads; engines need none. Calls in flight continue under the new weights (`mode` keep), finish first
-        (wait) or are cut (abort). `keep_last`: afterwards remove all but this many version folders, and those that an engine of any
-        model may still be given.
+        (wait) or are cut (abort). `keep_last`: afterwards remove all but this many version folders, those that an engine of any
+        model may still be given, and those on which one of them is built.
+        `dtype`: what floats are cast to first. `delta`: write what changed since the version before, where the engines hold just that, it
+        pays, and fewer than `anchor_every` versions have passed since a whole one. Publish in the dtype that the engines serve: float32
+        weights change in nearly every element. The client keeps a copy of the last version in memory.
         `push_seconds` is the longest a push may take.
         Raises: VersionConflict, UnpublishableWeights, ReplicaFailed, NoAnswer. A push that may have started is not
         retried: after NoAnswer, `weights()` tells whether it happened.
         """
-        path = self._write_checkpoint(weights, version, kind, directory, config, shard_bytes, model)
-        body = {"version": version, "path": path, "kind": kind, "mode": mode}
+        writer = self._writers.setdefault(model, DeltaWriter()) if delta else None
+        if isinstance(weights, Mapping):
+            options = {"config": config, "shard_bytes": shard_bytes}
+            folder, kind = self._write(weights, version, kind, directory, model, dtype, writer, anchor_every, options)
+        elif config is not None or delta or dtype is not None:
+            option = "config" if config is not None else "delta" if delta else "dtype"
+            raise UnpublishableWeights(f"`{option}` goes with a state dict: a path is published as it is")
+        else:
+            folder = Path(weights).absolute()
+        body = {"version": version, "path": str(folder), "kind": kind, "mode": mode}
         push = self._push(body | ({"model": model} if model else {}), push_seconds)
+        if push.applied and writer is not None:
+            writer.confirm()
         if push.failed or not push.applied:
             raise ReplicaFailed(explain_failure(push), push=push)
         if keep_last is not None and directory is not None:
@@ -250,22 +272,31 @@ class TrainerClient:
         path = f"/sessions/{quote(session_id, safe='')}/media/{quote(digest, safe='')}"
         return self._service.request("GET", path, accept="image/*").content
 
-    def _write_checkpoint(
+    def _write(
         self,
-        weights: Mapping[str, Any] | str | os.PathLike[str],
+        weights: Mapping[str, Any],
         version: int,
         kind: Kind,
         directory: str | os.PathLike[str] | None,
-        config: Any,
-        shard_bytes: int,
         model: str,
-    ) -> str:
-        if not isinstance(weights, Mapping):
-            if config is not None:
-                raise UnpublishableWeights("`config` goes with a state dict: a path is published as it is")
-            return str(Path(weights).absolute())
+        dtype: torch.dtype | None,
+        writer: DeltaWriter | None,
+        anchor_every: int,
+        options: Mapping[str, Any],
+    ) -> tuple[Path, Kind]:
+        """The folder of the version and its kind."""
         if directory is None:
             raise UnpublishableWeights("a state dict needs a `directory` that the engines can read")
+        served_root = self._check_target(version, kind, directory, model)
+        tensors = check_tensors(weights, dtype)
+        if writer is None:
+            return write_tensors(tensors, directory, version, **options), kind
+        return writer.write(tensors, directory, version, served_root=served_root, anchor_every=anchor_every, **options)
+
+    def _check_target(self, version: int, kind: Kind, directory: str | os.PathLike[str], model: str) -> str | None:
+        """The root of the weights that are served. Raises UnpublishableWeights or VersionConflict if the version must not be written."""
+        if kind == "delta":
+            raise UnpublishableWeights("kind delta goes with a path: of a state dict, publish(..., delta=True) writes one")
         if kind == "lora":
             raise UnpublishableWeights("an adapter needs its adapter_config.json: save it whole and publish its path")
         # Checked before writing: the folder of a version that is being served must not be overwritten.
@@ -280,7 +311,8 @@ class TrainerClient:
         if (folder := target_folder(directory, version)) in (in_use := checkpoints_in_use(served)):
             owner = f"the model {in_use[folder]!r}" if in_use[folder] else "the default model"
             raise UnpublishableWeights(f"{folder} holds weights of {owner} that are in use: give each model its own directory")
-        return str(write_weights(weights, directory, version, config=config, shard_bytes=shard_bytes))
+        root = lines[model]["current"].get("root")
+        return None if root is None else str(root)
 
     def _push(self, body: Mapping[str, Any], push_seconds: float) -> WeightPush:
         try:

@@ -19,6 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from contract.deltas import Stamps, list_bases, write_digests
+from contract.tensor_files import BrokenWeights
 from trainer_client.errors import InvalidAnswer, PublishError, UnpublishableWeights
 
 if TYPE_CHECKING:
@@ -103,11 +105,23 @@ def write_weights(
     `from_pretrained` loads, with the folder's tokenizer; without it, engines load the folder, and `from_pretrained` does not.
     Raises: UnpublishableWeights.
     """
+    return write_tensors(check_tensors(state_dict), directory, version, config=config, shard_bytes=shard_bytes)
+
+
+def write_tensors(
+    tensors: Mapping[str, torch.Tensor],
+    directory: str | os.PathLike[str],
+    version: int,
+    *,
+    config: Any = None,
+    shard_bytes: int = 5 * 10**9,
+    stamps: Stamps | None = None,
+) -> Path:
+    """As `write_weights`, of tensors that have been checked. With `stamps`, theirs, the folder is an anchor of deltas."""
     if config is not None and not hasattr(config, "save_pretrained") and not (Path(config) / "config.json").is_file():
         raise UnpublishableWeights(f"config: {config} is neither a model's config nor a folder with a config.json")
     if config is None:
         _explain_weights_only(Path(directory).resolve())
-    tensors = _check_tensors(state_dict)
     shards = list(_shards(tensors, shard_bytes))
     names = _file_names(len(shards))
     with version_folder(directory, version) as folder:
@@ -117,6 +131,8 @@ def write_weights(
             _write_shard(folder.unfinished / name, {key: tensors[key] for key in shard})
         if len(shards) > 1:
             _write_index(folder.unfinished, tensors, dict(zip(names, shards, strict=True)))
+        if stamps is not None:
+            write_digests(folder.unfinished, stamps, version)
     return folder.path
 
 
@@ -146,22 +162,33 @@ def prune_versions(
 ) -> list[Path]:
     """Remove all but the newest `keep_last` versions up to `version`, and older unfinished ones. Returns the removed folders.
 
-    Folders of greater versions, those `in_use` (absolute), and anything that is not a version folder, are untouched."""
+    Folders of greater versions, those `in_use` (absolute), those on which a delta that stays is built, and anything that is not a version
+    folder, are untouched. While a delta that stays cannot be read, nothing is removed."""
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}: the version just published must stay")
     folder = Path(directory).resolve()
     numbers = _list_numbered(folder, _VERSION_FOLDER)
     kept = set(sorted(number for number in numbers.values() if number <= version)[-keep_last:])
     old = [path for path, number in numbers.items() if number <= version and number not in kept and path not in in_use]
+    try:
+        needed = {base for path in numbers.keys() - {*old} for base in list_bases(path)}
+    except BrokenWeights as error:
+        log.warning("no version is removed: %s", error)
+        return []
+    old = [path for path in old if path not in needed]
     old += [path for path, number in _list_numbered(folder, _UNFINISHED_FOLDER).items() if number <= version]
     for path in old:
         shutil.rmtree(path)
     return old
 
 
-def _check_tensors(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def check_tensors(state_dict: Mapping[str, Any], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of the state dict, those of floats of 16 bits and more as `dtype`, if one is given, and then on the CPU; tensors that
+    share memory still do. Raises UnpublishableWeights, also for one that holds a NaN: engines load it and answer as if nothing were."""
     import torch
 
+    cast: dict[tuple[object, ...], torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, tensor in state_dict.items():
         if not isinstance(tensor, torch.Tensor):
             raise UnpublishableWeights(f"{name!r} is of type {type(tensor).__name__}, not a torch tensor")
@@ -171,9 +198,23 @@ def _check_tensors(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
             raise UnpublishableWeights(f"{name!r} is on the meta device and has no values")
         if tensor.layout != torch.strided:
             raise UnpublishableWeights(f"{name!r} is sparse ({tensor.layout}), which safetensors cannot hold")
+        if dtype is not None and tensor.is_floating_point() and tensor.itemsize > 1:
+            memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if memory not in cast:
+                cast[memory] = tensor.detach().to("cpu", dtype)
+            tensor = cast[memory]
+        if _holds_nan(tensor):
+            raise UnpublishableWeights(f"{name!r} holds a NaN: the model has diverged")
+        tensors[name] = tensor
     if not state_dict:
         raise UnpublishableWeights("the state dict is empty")
-    return dict(state_dict)
+    return tensors
+
+
+def _holds_nan(tensor: torch.Tensor) -> bool:
+    if not tensor.is_floating_point():
+        return False
+    return bool((tensor if tensor.itemsize > 1 else tensor.float()).isnan().any())
 
 
 @cache
