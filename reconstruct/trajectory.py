@@ -32,7 +32,8 @@ from numpy.typing import NDArray
 from reconstruct.media import Media, as_wire
 from reconstruct.records import INFERRED, Ids, Logprobs, ModeSpan, Span
 
-Mask = NDArray[np.int8]
+Mask = NDArray[np.int8] | NDArray[np.int32]
+"""int8 where rows are built; int32 where a trainer reads them, who may add it up."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

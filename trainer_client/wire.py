@@ -260,11 +260,12 @@ def modes_by_token(row: Trajectory) -> NDArray[np.int8]:
     return modes
 
 
-def _mask(row: Mapping[str, Any]) -> NDArray[np.int8]:
+def _mask(row: Mapping[str, Any]) -> NDArray[np.int32]:
     mask = _integers(row, "loss_mask")
     if mask.size and not np.isin(mask, (0, 1)).all():
         raise ValueError("loss_mask has values other than 0 and 1")
-    packed = mask.astype(np.int8)
+    # Python's `sum` of int8 wraps around at 128, without a word.
+    packed = mask.astype(np.int32)
     packed.flags.writeable = False
     return packed
 

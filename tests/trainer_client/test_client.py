@@ -323,12 +323,22 @@ def test_arrays_are_equal_in_every_encoding(service: ScriptedService, client: Tr
     (row,) = batch.rows
     for field in ("token_ids", "loss_mask", "logprobs"):
         got, expected = getattr(row, field), getattr(sent, field)
-        assert got.dtype == expected.dtype and not got.flags.writeable
+        assert got.dtype == (np.int32 if field == "loss_mask" else expected.dtype) and not got.flags.writeable
         np.testing.assert_array_equal(got, expected)
     assert row.weight_versions == (Span(4, 2, 4), Span(5, 4, 5))
     assert row.logprob_modes == sent.logprob_modes
     plain = ("trajectory_id", "session_id", "group_id", "task_id", "role", "reward", "call_ids", "metadata")
     assert [getattr(row, name) for name in plain] == [getattr(sent, name) for name in plain]
+
+
+@pytest.mark.parametrize("encoding", ["json", "packed"])
+def test_a_mask_adds_up_by_whichever_sum(service: ScriptedService, client: TrainerClient, encoding: str) -> None:
+    """Python's own, over int8, said -56 of 200 tokens."""
+    service.script(LEASE, leased([trajectory(prompt=[3], versions=[4] * 200)], encoding=encoding))
+    batch = client.lease()
+    assert batch is not None
+    (row,) = batch.rows
+    assert sum(row.loss_mask) == row.loss_mask.sum() == 200
 
 
 BROKEN = {

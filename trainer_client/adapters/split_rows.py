@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reconstruct.trajectory import Trajectory
+from reconstruct.trajectory import Mask, Trajectory
 from trainer_client.arrays import count_lost_tokens, limit_lengths, require_no_images, require_one_mode
 from trainer_client.batch import Batch
 from trainer_client.vision import RowVision, Vision, join_sequence
@@ -47,7 +47,7 @@ class SplitRow:
         return self.row.token_ids[self.start : self.end]
 
     @property
-    def loss_mask(self) -> NDArray[np.int8]:
+    def loss_mask(self) -> Mask:
         return self.row.loss_mask[self.start : self.end]
 
     @property
