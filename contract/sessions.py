@@ -48,6 +48,8 @@ class SamplingOverrides(Wire):
     temperature: Annotated[float, Ge(0), FINITE] | None = None
     top_p: Annotated[float, Gt(0), Le(1)] | None = None
     top_k: Annotated[int, Ge(-1), Lt(2**31)] | None = None
+    min_p: Annotated[float, Ge(0), Le(1)] | None = None
+    repetition_penalty: Annotated[float, Gt(0), FINITE] | None = None
     seed: Annotated[int, Ge(-(2**63)), Lt(2**63)] | None = None
     max_tokens: Annotated[int, Ge(1), Lt(2**31)] | None = None
     top_logprobs: Annotated[int, Ge(0), Le(128)] | None = None

@@ -239,16 +239,18 @@ def test_no_engine_word_reaches_the_harness(engine: ScriptedEngine, service: Run
 
 
 def test_session_overrides_win_and_what_was_effective_is_kept(engine: ScriptedEngine, service: RunningService) -> None:
-    session = service.session(sampling={"temperature": 0.7, "max_tokens": 2, "top_k": 5})
-    session.ask("q", temperature=0.1, top_p=0.9, max_tokens=50, seed=11)
+    others = {"min_p": 0.1, "repetition_penalty": 1.2}
+    session = service.session(sampling={"temperature": 0.7, "max_tokens": 2, "top_k": 5, **others})
+    session.ask("q", temperature=0.1, top_p=0.9, max_tokens=50, seed=11, extra_body={"min_p": 0.5})
     sampling = engine.last.sampling
+    assert {name: sampling[name] for name in others} == others
     assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (0.7, 0.9, 5)
     assert (sampling["max_tokens"], sampling["seed"]) == (2, 11)
     (call,) = session.calls
     assert len(call["completion_ids"]) == 2
     assert call["finish_reason"] == "length"
-    kept = {name: call["sampling"][name] for name in ("temperature", "top_p", "top_k", "max_tokens", "seed")}
-    assert kept == {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_tokens": 2, "seed": 11}
+    kept = {name: call["sampling"][name] for name in ("temperature", "top_p", "top_k", "max_tokens", "seed", *others)}
+    assert kept == {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_tokens": 2, "seed": 11, **others}
 
 
 def test_the_same_seed_samples_the_same(engine: ScriptedEngine, service: RunningService) -> None:
