@@ -9,6 +9,7 @@ VerbatimError                        status  code
 │   ├── NotFound                     404     not_found            unknown session, model, lease, path
 │   │   └── UnknownCall              404     not_found            a call or response that the session does not have
 │   ├── Conflict                     409     conflict             closed session, older version, duplicate id
+│   │   ├── NoCalls                  409     no_calls             a session without a call that is to be closed as completed
 │   │   ├── ReplayDiverged           409     replay_diverged      a fork's request that its origin did not record
 │   │   └── AttemptSuperseded        409     superseded           an attempt that the node does not have (any more)
 │   ├── RequestTimeout               408     request_timeout      the body did not arrive in time
@@ -86,6 +87,10 @@ class UnknownCall(NotFound):
 class Conflict(RequestError):
     status = 409
     code = "conflict"
+
+
+class NoCalls(Conflict):
+    code = "no_calls"
 
 
 class ReplayDiverged(Conflict):

@@ -11,7 +11,7 @@ import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import Field, FiniteFloat
 
-from contract.attempts import Ended
+from contract.attempts import ENDED, Ended
 from contract.rules import Metadata
 from contract.sessions import (
     Lookahead,
@@ -39,7 +39,7 @@ from proxy.api.requests import (
 )
 from proxy.auth import mint_key
 from proxy.dialects.catalogue import base_urls
-from proxy.errors import Conflict, NotFound, RequestError
+from proxy.errors import Conflict, NoCalls, NotFound, RequestError
 from proxy.services import Services
 from proxy.settings import Settings
 from proxy.store.states import SessionInfo, SessionState
@@ -182,7 +182,10 @@ async def reward_session(
     dependencies=ADMIN,
     responses={
         200: {"model": SessionView, "description": "the session"},
-        409: {"description": "it was closed with another status (`conflict`)"},
+        409: {
+            "description": "it was closed with another status (`conflict`), or is to be completed and the model was never called in "
+            "it (`no_calls`): it stays open"
+        },
     },
 )
 async def close_session(
@@ -190,8 +193,21 @@ async def close_session(
 ) -> Response:
     """Freezes it: calls in flight end and are recorded, later ones get 409. With a reward it joins its group at once. Repeating the same
     close is not an error."""
+    if body.status == "completed":
+        await _require_calls(services, session_id)
     state = await closing.close_session(services, session_id, body.status, body.reward, body.error)
     return json_response(session_as_wire(state))
+
+
+async def _require_calls(services: Services, session_id: str) -> None:
+    """Raises NoCalls: an agent that never reached the model must not look like one that did its work, whatever its reward."""
+    state = await closing.load_session(services, session_id)
+    if state.calls or state.status in ENDED or await services.sessions.load_intents(session_id):
+        return
+    raise NoCalls(
+        f"session {session_id} cannot be completed: the model was never called in it (its agent's base URL and key may be wrong); "
+        "close it as failed"
+    )
 
 
 @router.put("/{session_id}/log", dependencies=ADMIN, status_code=204, responses={204: {"description": "stored"}})

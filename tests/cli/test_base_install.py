@@ -26,7 +26,7 @@ WORKS = (
     ("sessions", "list"),
     ("sessions", "show", "s"),
     ("sessions", "reward", "s", "-0.5", "--feedback", "1 failed"),
-    ("sessions", "close", "s"),
+    ("sessions", "close", "s", "--status", "failed"),
     ("audit", "s"),
     ("view", "s"),
     ("tasks", "submit", "tasks.jsonl"),

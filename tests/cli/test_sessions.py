@@ -36,8 +36,10 @@ def test_a_session_is_opened_rewarded_and_closed(service: RunningService) -> Non
     assert told["session:"] == "first" and told["openai:"] == f"{service.url}/s/first/v1" and told["key:"].endswith("-first")
     rewarded = run(service, "sessions", "reward", "first", "-0.5", "--feedback", FEEDBACK)
     assert (rewarded.returncode, rewarded.stdout) == (0, "session first: reward -0.5\n"), rewarded.stderr
-    closed = run(service, "sessions", "close", "first")
-    assert closed.stdout == "session first completed: 0 calls, reward -0.5\n", closed.stderr
+    refused = run(service, "sessions", "close", "first")
+    assert refused.returncode == 1 and "session first cannot be completed" in refused.stderr
+    closed = run(service, "sessions", "close", "first", "--status", "timeout")
+    assert closed.stdout == "session first timeout: 0 calls, reward -0.5\n", closed.stderr
     state = service.request("GET", "/sessions/first").json()
     assert (state["reward"], state["group_size"], state["metadata"]) == (-0.5, 2, {"a": 1})
     for command in (("sessions", "show"), ("audit",)):

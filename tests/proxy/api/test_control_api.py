@@ -442,12 +442,29 @@ async def test_a_session_that_failed_or_sampled_nothing_is_no_usable_member(redi
         group: dict[str, Any] = {"group_id": "g", "group_size": 3}
         await service.finished("good", **group)
         await service.session("empty", **group)
-        await service.close("empty", reward=1.0)
+        await service.close("empty", "timeout", reward=1.0)
         await service.session("failed", 7, **group)
         await service.close("failed", "failed", reward=1.0)
         batch = await service.lease()
     assert batch is not None
     assert [row["session_id"] for row in batch["groups"][0]["trajectories"]] == ["good"]
+
+
+async def test_a_session_without_a_call_is_not_completed_and_stays_open(service: Service) -> None:
+    """An agent with a wrong key ended at once, with a reward, and counted as one that did its work."""
+    await service.session("s0")
+    for reward in (None, 1.0):
+        status, code, message = said(await service.close("s0", reward=reward))
+        assert (status, code) == (409, "no_calls") and "close it as failed" in message
+    state = (await service.admin.get("/sessions/s0")).json()
+    assert (state["status"], state["reward"]) == ("open", None)
+    assert (await service.close("s0", "failed", error="no_calls")).json()["status"] == "failed"
+
+
+async def test_a_session_whose_only_call_is_in_flight_may_be_completed(service: Service) -> None:
+    await service.session("s0")
+    await service.services.sessions.begin("s0", 0, Intent("c1", None, b"", "a", 1.0))
+    assert (await service.close("s0", reward=1.0)).json()["status"] == "completed"
 
 
 async def test_a_session_named_like_a_group_stays_out_of_it(service: Service) -> None:

@@ -339,7 +339,7 @@ def test_an_import_may_be_repeated_also_where_metadata_is_not_a_number(
     assert service.request("POST", "/sessions", content=content).status_code == 201
     content = json.dumps({"reward": 1.0, "metadata": odd}).encode()
     assert service.request("POST", "/sessions/odd/reward", content=content).status_code == 200
-    service.request("POST", "/sessions/odd/close", json={"status": "completed"})
+    service.request("POST", "/sessions/odd/close", json={"status": "timeout"})
     export(service, tmp_path)
     with elsewhere(engine, other_redis) as second:
         assert "imported 1 sessions" in imported(second, tmp_path)

@@ -124,7 +124,7 @@ def test_a_call_of_a_session_that_was_closed_elsewhere_is_not_given_to_the_engin
 ) -> None:
     session = path.session()
     with RunningService(path.engine.url, redis_server.url) as elsewhere:
-        closed = elsewhere.request("POST", f"/sessions/{session.session_id}/close", json={"status": "completed"})
+        closed = elsewhere.request("POST", f"/sessions/{session.session_id}/close", json={"status": "cancelled"})
         assert closed.status_code == 200, closed.text
     with pytest.raises(ConflictError):
         session.ask("more")

@@ -202,7 +202,7 @@ def test_an_unknown_endpoint_is_404_in_the_dialects_shape_and_logged(
 
 
 def test_every_refusal_says_whether_to_ask_again(session: Session) -> None:
-    session.close()
+    session.close("cancelled")
     for path in CALLS:
         body = {"model": "policy", "messages": [], "input": "", "prompt": "", "contents": []}
         answer = ask(session, "POST", path, content=json.dumps(body))

@@ -189,7 +189,7 @@ async def test_cancelling_closes_the_sessions_and_wins_over_a_late_result(
         for taken in (late, running):
             await attempts.open(taken.attempt, (), "")
         await node.work.conclude(late.attempt, WELL, time.time())
-        closed = {"status": WELL.status, "reward": WELL.reward}
+        closed = {"status": "timeout", "reward": WELL.reward}
         assert service.request("POST", "/sessions/late.0.1/close", json=closed).status_code == 200
         cancelled = service.request("DELETE", "/tasks/late").json()
         assert (cancelled["status"], cancelled["cancelled_now"]) == ("cancelled", [0, 1, 2])

@@ -341,10 +341,10 @@ def test_lists_keep_themselves_up_to_date(browser: Browser, service: RunningServ
 
 @pytest.mark.usefixtures("hurrying")
 def test_members_of_a_group_arrive_while_two_are_being_chosen(browser: Browser, service: RunningService) -> None:
-    service.session(session_id="member-1", group_id="arriving", group_size=2).close(reward=0.0)
+    service.session(session_id="member-1", group_id="arriving", group_size=2).close("timeout", reward=0.0)
     opened(browser, service, "/ui/group?id=arriving")
     browser.run("document.querySelector('input[value=member-1]').checked = true")
-    service.session(session_id="member-2", group_id="arriving", group_size=2).close(reward=1.0)
+    service.session(session_id="member-2", group_id="arriving", group_size=2).close("timeout", reward=1.0)
     browser.wait(lambda: "member-2" in browser.text("[data-live=members]"), "the second member")
     assert browser.run("return [...document.querySelectorAll('[name=chosen]')].map((box) => box.checked)") == [True, False]
 

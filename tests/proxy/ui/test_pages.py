@@ -380,7 +380,9 @@ def test_sessions_and_calls_are_found_by_what_is_looked_for(service: RunningServ
 def test_a_member_whose_time_ran_out_without_a_reward_has_failed_its_group(service: RunningService) -> None:
     for name, fields in (("slow", {}), ("slow-but-judged", {"reward": 0.0})):
         service.session(session_id=name, group_id="slow", group_size=3).close("timeout", **fields)
-    service.session(session_id="unjudged", group_id="slow", group_size=3).close()
+    unjudged = service.session(session_id="unjudged", group_id="slow", group_size=3)
+    unjudged.ask("q")
+    unjudged.close()
     assert "<dt>failed</dt><dd>1</dd>" in page(service, "/ui/group", id="slow")
 
 
