@@ -1,4 +1,4 @@
-"""The trainer's side, and all of it that is public: leases, batches as arrays, weight publishing, corrections.
+"""All of it that is public: leases, batches as arrays, weight publishing, corrections, and sessions of an agent of yours.
 
 Beside these names, `trainer_client.advantages` and the adapters of docs/trainers.md are public. Any other module may move.
 """
@@ -20,12 +20,17 @@ from trainer_client.importance import batch_statistics, masked_weights, row_of_t
 from trainer_client.media import MediaFiles, decode_image
 from trainer_client.publish import prune_versions, version_folder, write_weights
 from trainer_client.recompute import Difference, compare_trees, load_model
+from trainer_client.sessions import AsyncSession, AsyncSessions, Session, Sessions
 from trainer_client.tree import TreeBatch
 from trainer_client.vision import Vision
 from trainer_client.wire import Group, decode_trajectory
 
 __all__ = [
     "TrainerClient",
+    "Sessions",
+    "Session",
+    "AsyncSessions",
+    "AsyncSession",
     "Batch",
     "Group",
     "PaddedBatch",

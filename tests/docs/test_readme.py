@@ -115,6 +115,16 @@ def pushed_version(client: TrainerClient) -> int:
     return int(client.weights()["current"]["version"])
 
 
+def test_rollouts_of_ones_own_run_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    with ScriptedEngine() as engine, Serving("--engine", engine.url, data_dir=tmp_path / "data") as service:
+        monkeypatch.setenv("VERBATIM_URL", service.url)
+        monkeypatch.setenv("VERBATIM_ADMIN_TOKEN", ADMIN)
+        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 60, "ready")
+        exec(snippet("docs/integrations.md", "sessions.open("), {"print": lambda *said: seen.extend(said)})
+    assert seen[0] == "completed" and len(seen[1]) > 1
+
+
 def test_a_harness_of_ones_own_and_then_a_trainers_loop_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As written, but for the folder of the weights; `train` and `model` are the reader's, here a step that changes nothing."""
     import torch
