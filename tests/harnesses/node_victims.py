@@ -7,7 +7,8 @@ import subprocess
 import time
 from pathlib import Path
 
-from tests.support.service.verbatim_process import ADMIN, COMMAND, environment
+from tests.support.service.forked import ForkedVerbatim
+from tests.support.service.verbatim_process import ADMIN, environment
 
 STOP_SECONDS = 60.0
 
@@ -23,7 +24,7 @@ class NodeVictim:
         place = ["--name", name, "--data-dir", str(folder / name), "--url", url, "--runtime", "local"]
         # What its slots let in is bounded by them alone.
         room = ["--cpus", "64", "--memory-mb", str(1 << 20)]
-        self._command = [*COMMAND, "node", *place, *room, *flags]
+        self._command = ["node", *place, *room, *flags]
         own = {"VERBATIM_ADMIN_TOKEN": ADMIN, "VERBATIM_LOCAL_DIR": str(folder / f"{name}-runtimes")}
         self._env = environment(**own, **variables)
         self._process: subprocess.Popen[bytes] | None = None
@@ -31,9 +32,8 @@ class NodeVictim:
     def start(self) -> None:
         self.started_at = time.time()
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command, env=self._env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            self._process = ForkedVerbatim(self._command, env=self._env, start_new_session=True, **streams)
 
     def kill(self) -> None:
         """kill -9. Raises AssertionError when it had ended by itself."""

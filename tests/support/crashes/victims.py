@@ -46,22 +46,22 @@ class RedisVictim:
         durable = ["--appendonly", "yes", "--appendfsync", fsync, "--save", ""]
         self.port = int(where[1])
         self._command = [str(choose_program().path), *where, *durable]
-        self._server: RedisServer | None = None
+        self.server: RedisServer | None = None
 
     @property
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
-        self._server = RedisServer(self.port, subprocess.Popen(self._command, stdout=subprocess.DEVNULL))
+        self.server = RedisServer(self.port, subprocess.Popen(self._command, stdout=subprocess.DEVNULL))
 
     def await_ready(self) -> None:
-        assert self._server is not None
-        wait_until_it_answers(self._server)
+        assert self.server is not None
+        wait_until_it_answers(self.server)
 
     def kill(self) -> None:
-        if self._server is not None:
-            self._server.kill()
+        if self.server is not None:
+            self.server.kill()
 
 
 class ServiceVictim:

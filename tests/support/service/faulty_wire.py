@@ -6,6 +6,8 @@ with FaultyWire(port) as wire:
     wire.half_open()        open connections hang for good; new ones are accepted and never answered
     wire.reset()            open connections are reset, and new ones as soon as they are there
     wire.reset_after(100)   connections are reset when so many more bytes of answers have passed
+    wire.stop_after(b"x")   the next request that contains these words passes, and nothing after it: not even its answer
+    wire.stopped            set when that has happened
     wire.heal()             from now on all is well again; what hung for good stays so
     wire.resets             how many connections it has reset so far, new ones included
 """
@@ -38,6 +40,8 @@ class FaultyWire:
         self._delay_seconds = 0.0
         self._mode = "well"
         self._left: int | None = None
+        self._last_words = b""
+        self.stopped = threading.Event()
         self._pairs: set[_Pair] = set()
         self._thread = threading.Thread(target=self._run, name="faulty wire")
 
@@ -82,9 +86,13 @@ class FaultyWire:
     def reset_after(self, size: int) -> None:
         self._tell(lambda: setattr(self, "_left", size))
 
+    def stop_after(self, words: bytes) -> None:
+        self.stopped.clear()
+        self._tell(lambda: setattr(self, "_last_words", words))
+
     def heal(self) -> None:
         def mend() -> None:
-            self._mode, self._delay_seconds, self._left = "well", 0.0, None
+            self._mode, self._delay_seconds, self._left, self._last_words = "well", 0.0, None, b""
             self._flows.set()
 
         self._tell(mend)
@@ -163,6 +171,9 @@ class FaultyWire:
                     self._reset_all()
                     return
                 self._left -= len(piece)
+            if not answers and self._last_words and self._last_words in piece:
+                self._flows.clear()
+                self.stopped.set()
             sink.write(piece)
             await sink.drain()
         sink.close()
