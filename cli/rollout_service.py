@@ -11,7 +11,6 @@ from typing import Any
 
 from contract.tasks import Task
 from proxy.app import Addition
-from proxy.call.http import Application
 from proxy.errors import RequestError
 from proxy.services import Services
 from proxy.store.connection import StoreConnection, load_scripts
@@ -32,7 +31,7 @@ from rollout.task_body import BadTask, Known, read_task
 KNOWN = Known(runtimes.list_names, runtimes.load, evaluators.list_names, evaluators.load)
 
 
-def add_rollouts(known: Known, services: Services, control: Application) -> Addition:
+def add_rollouts(known: Known, services: Services) -> Addition:
     """An `Adding` for `create_app`, once `known` is bound."""
     # Another install may take this one's place while the process runs.
     load_scripts(PACKAGE)

@@ -27,7 +27,7 @@ from proxy.api.requests import install_error_handlers
 from proxy.auth import Tokens, is_loopback
 from proxy.call.cache import SessionCache
 from proxy.call.door import HarnessApp
-from proxy.call.http import Application, BodyRoom, CallRate, CallSlots
+from proxy.call.http import BodyRoom, CallRate, CallSlots
 from proxy.call.images import ImageCache, ImageHook
 from proxy.call.lookahead import LookaheadHook
 from proxy.call.peers import Peers
@@ -67,8 +67,8 @@ class Addition:
     tasks: Tasks | None = None
 
 
-Adding = Callable[[Services, Application], Addition]
-"""Builds an addition from the process's services and the control app."""
+Adding = Callable[[Services], Addition]
+"""Builds an addition from the process's services."""
 
 
 def create_app(settings: Settings, *adding: Adding, limits: ProcessLimits = USUAL) -> HarnessApp:
@@ -79,7 +79,7 @@ def create_app(settings: Settings, *adding: Adding, limits: ProcessLimits = USUA
     # FastAPI's own documentation pages load scripts from elsewhere and ask for a token.
     control = FastAPI(title="Verbatim", docs_url=None, redoc_url=None)
     harness = HarnessApp(services, control)
-    additions = [add(services, control) for add in adding]
+    additions = [add(services) for add in adding]
     control.router.lifespan_context = lambda _: _lifespan(services, store, harness, additions)
     control.state.services = services
     control.state.ui = Ui(services, next((addition.tasks for addition in additions if addition.tasks), None))

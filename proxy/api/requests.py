@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Hashable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -81,6 +81,8 @@ class Body(BaseModel):
 
 
 T = TypeVar("T")
+SMALL_BYTES = 2**16
+"""Bodies up to this size are parsed on the event loop."""
 
 
 @dataclass(frozen=True)
@@ -96,18 +98,25 @@ class JsonBody(Generic[T]):
 
     async def read(self, request: Request) -> T:
         """The body as `model`. An empty body counts as `{}`."""
-        raw = await self.read_raw(request)
+        return await parse_aside(await self.read_raw(request), self._parse)
+
+    async def read_raw(self, request: Request) -> bytes:
+        """The body's bytes, for a caller that validates them itself."""
+        raw = await read_body(request, get_services(request).settings.max_body_bytes)
+        await parse_aside(raw, check_depth)
+        return raw
+
+    def _parse(self, raw: bytes) -> T:
         try:
             adapter: TypeAdapter[T] = read_adapter(cast(Hashable, self.model))
             return adapter.validate_json(raw if raw.strip() else b"{}")
         except ValidationError as error:
             raise RequestError(describe(error)) from error
 
-    async def read_raw(self, request: Request) -> bytes:
-        """The body's bytes, for a caller that validates them itself."""
-        raw = await read_body(request, get_services(request).settings.max_body_bytes)
-        check_depth(raw)
-        return raw
+
+async def parse_aside(raw: bytes, parse: Callable[[bytes], T]) -> T:
+    """What `parse` makes of a body: in a thread where it is large, so that takes, heartbeats and calls go on meanwhile."""
+    return parse(raw) if len(raw) <= SMALL_BYTES else await asyncio.to_thread(parse, raw)
 
 
 @cache

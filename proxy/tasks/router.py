@@ -25,7 +25,7 @@ from contract.rules import RULES, Wire, show
 from contract.sessions import ForkRequest
 from contract.tasks import Task
 from proxy.api import forks
-from proxy.api.requests import JsonBody, json_response, require_admin, require_node
+from proxy.api.requests import JsonBody, json_response, parse_aside, require_admin, require_node
 from proxy.errors import NotFound, RequestError, StoreUnavailable
 from proxy.services import Services
 from proxy.store.tasks.tasks import TaskStore
@@ -162,7 +162,7 @@ def build_task_router(store: TaskStore, read_task: Callable[[bytes], tuple[Task,
     async def submit_task(raw: bytes = Depends(JsonBody(Task).read_raw)) -> Response:
         """Its rollouts wait for nodes. A string for `harness`, `runtime` or `evaluator` stands for an object with that name. Submitting the
         same body under the same `task_id` again is 200 and changes nothing."""
-        task, digest = read_task(raw)
+        task, digest = await parse_aside(raw, read_task)
         # What an earlier submission replays may be gone by now.
         if task.fork is not None and not await store.holds(task.task_id):
             await check_fork(services, task.fork)

@@ -19,7 +19,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cli.rollout_service import add_rollouts
 from proxy.app import Addition
-from proxy.call.http import Application
 from proxy.services import Services
 from tests.support.documents.prometheus_rules import (
     DASHBOARD,
@@ -88,7 +87,7 @@ def shown(redis_server: RedisServer) -> Iterator[tuple[str, dict[str, tuple[str,
     redis_server.flushall()
     kept: list[Services] = []
 
-    def keep(services: Services, app: Application) -> Addition:
+    def keep(services: Services) -> Addition:
         kept.append(services)
         return Addition(APIRouter(), contextlib.nullcontext)
 

@@ -59,7 +59,7 @@ Stage = tuple[ScriptedEngine, RunningService, Meddler]
 def stage(request: pytest.FixtureRequest, redis_server: RedisServer) -> Iterator[Stage]:
     meddler = Meddler()
 
-    def add(services: Services, _: Any) -> Addition:
+    def add(services: Services) -> Addition:
         services.hooks = (*services.hooks, meddler)
         return Addition(APIRouter(), contextlib.nullcontext)
 
