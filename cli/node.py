@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import socket
 from collections.abc import Mapping
@@ -175,10 +176,10 @@ async def _serve(
     kinds = await find_kinds(wanted)
     evaluators.plugins().load_all()
     harnesses.load_built_in()
-    logs = make_logs_folder(data_dir)
+    logs, key = make_logs_folder(data_dir), read_key(data_dir)
     await await_admission(control)
     async with AsyncServiceClient(control.url, control.token) as http:
-        attempts = AttemptsClient(http, name)
+        attempts = AttemptsClient(http, name, key)
         parts = NodeContext(
             name=name,
             prefix=node_prefix(name, service),
@@ -249,6 +250,21 @@ def make_logs_folder(data_dir: Path) -> Path:
     except OSError as error:
         raise CommandError(f"the data directory {data_dir} is not writable: {error}") from error
     return folder
+
+
+def read_key(data_dir: Path) -> str:
+    """The secret that shows the service who uses the node's name, made at the first start. Raises `CommandError`."""
+    path = data_dir / "node.key"
+    try:
+        if not path.exists():
+            # Never half written, wherever this process is killed.
+            made = path.with_suffix(f".{os.getpid()}")
+            made.touch(0o600)
+            made.write_text(secrets.token_hex(32))
+            made.replace(path)
+        return path.read_text()
+    except OSError as error:
+        raise CommandError(f"the node's key {path} cannot be read: {error}") from error
 
 
 LOOK_SECONDS = 1.0

@@ -27,6 +27,8 @@ Ended = Literal["completed", "failed", "timeout", "cancelled"]
 """How a rollout and its session end."""
 ENDED: tuple[Ended, ...] = get_args(Ended)
 Finite = Annotated[float, FINITE]
+NODE_HEADER, NODE_KEY_HEADER = "X-Verbatim-Node", "X-Verbatim-Node-Key"
+"""Of each request of a node: its name, percent-encoded, and the secret that the name belongs to."""
 
 
 class Superseded(Exception):

@@ -16,7 +16,19 @@ import httpx
 import msgpack
 from pydantic import TypeAdapter
 
-from contract.attempts import AttemptId, FailureRecord, NodeState, RolloutState, Room, Status, Superseded, TakenRollout, Verdict
+from contract.attempts import (
+    NODE_HEADER,
+    NODE_KEY_HEADER,
+    AttemptId,
+    FailureRecord,
+    NodeState,
+    RolloutState,
+    Room,
+    Status,
+    Superseded,
+    TakenRollout,
+    Verdict,
+)
 from contract.client import ONCE, AsyncServiceClient
 from contract.errors import ResourceConflict, ServiceError, ServiceUnavailable
 from contract.tasks import Task
@@ -39,18 +51,19 @@ class OpenSession:
 
 
 class AttemptsClient:
-    """`http` is a client with the node's token."""
+    """`http` is a client with the node's token. The name `node` belongs to the `key`, whichever node has it."""
 
-    def __init__(self, http: AsyncServiceClient, node: str) -> None:
+    def __init__(self, http: AsyncServiceClient, node: str, key: str) -> None:
         self._http = http
         self.node = node
+        self._headers = {NODE_HEADER: quote(node, safe=""), NODE_KEY_HEADER: key}
 
     async def take(self, room: Room, lease_seconds: float, token: str, wait_seconds: float) -> TakenRollout | None:
         """A rollout that the node has room for, after `wait_seconds` at the latest; None when there is none. Repeated with the `token`, it
         gives the one that an earlier answer had."""
         wanted = {**asdict(room), "runtimes": sorted(room.runtimes)}
-        body = {"node": self.node, "token": token, "room": wanted, "lease_seconds": lease_seconds, "wait_seconds": wait_seconds}
-        answer = await self._http.request("POST", "/attempts/take", body=body, answer_seconds=wait_seconds, retry=ONCE)
+        body = {"token": token, "room": wanted, "lease_seconds": lease_seconds, "wait_seconds": wait_seconds}
+        answer = await self._send("POST", "/attempts/take", body=body, answer_seconds=wait_seconds, retry=ONCE)
         if answer.status_code == 204:
             return None
         found = msgpack.unpackb(answer.content, strict_map_key=False)
@@ -64,12 +77,12 @@ class AttemptsClient:
         """Renews the leases: those of `held` that the node no longer has, and the time by the clock of leases."""
         body = {"state": asdict(state), "held": [asdict(attempt) for attempt in held]}
         # The next beat comes soon, with what is so then.
-        answer = (await self._http.request("POST", "/attempts/extend", body=body, retry=ONCE)).json()
+        answer = (await self._send("POST", "/attempts/extend", body=body, retry=ONCE)).json()
         return [AttemptId(**lost) for lost in answer["lost"]], answer["now"]
 
     async def leave(self) -> None:
         """The node has ended and holds nothing."""
-        await self._http.request("POST", "/attempts/leave", body={"node": self.node}, retry=ONCE)
+        await self._send("POST", "/attempts/leave", retry=ONCE)
 
     async def report(self, attempt: AttemptId, status: Status, **fields: Any) -> None:
         """The attempt reached `status`, which is not `running`."""
@@ -98,7 +111,7 @@ class AttemptsClient:
 
     async def store_log(self, attempt: AttemptId, text: str) -> None:
         """Store the end of the agent's output with its session."""
-        await self._ask("PUT", attempt, "log", {"text": text[-LOG_CHARACTERS:]}, params={"node": self.node})
+        await self._ask("PUT", attempt, "log", {"text": text[-LOG_CHARACTERS:]})
 
     async def load_session(self, attempt: AttemptId) -> dict[str, Any]:
         """As `GET /sessions/{id}`."""
@@ -119,11 +132,11 @@ class AttemptsClient:
 
     async def open_judge(self, attempt: AttemptId) -> OpenSession:
         """A session for the model that judges the run."""
-        return _read_opened(await self._ask("POST", attempt, "judges", params={"node": self.node}))
+        return _read_opened(await self._ask("POST", attempt, "judges"))
 
     async def close_judge(self, attempt: AttemptId, opened: OpenSession) -> None:
         part = f"judges/{quote(opened.session_id, safe='')}/close"
-        await self._ask("POST", attempt, part, params={"node": self.node})
+        await self._ask("POST", attempt, part)
 
     async def repeat(self, send: Callable[[], Awaitable[T]]) -> T:
         """What `send` gives, which is made again as long as the service's own requests are."""
@@ -142,20 +155,13 @@ class AttemptsClient:
     async def _release(self, attempt: AttemptId, why: str, **fields: Any) -> bool:
         return bool((await self._ask("POST", attempt, "release", {"why": why, **fields})).json()["queued"])
 
-    async def _ask(
-        self,
-        method: str,
-        attempt: AttemptId,
-        part: str,
-        body: Mapping[str, Any] | None = None,
-        params: Mapping[str, Any] | None = None,
-    ) -> httpx.Response:
+    async def _ask(self, method: str, attempt: AttemptId, part: str, body: Any = None, params: Any = None) -> httpx.Response:
         path = f"/attempts/{quote(attempt.task_id, safe='')}/{attempt.index}/{attempt.attempt}/{part}"
-        named = {"node": self.node}
         with _fenced(attempt):
-            if method == "POST" and params is None:
-                return await self._http.request(method, path, body={**named, **(body or {})})
-            return await self._http.request(method, path, body=body, params={**named, **(params or {})}, accept=ACCEPT)
+            return await self._send(method, path, body=body, params=params, accept=ACCEPT)
+
+    async def _send(self, method: str, path: str, **request: Any) -> httpx.Response:
+        return await self._http.request(method, path, headers=self._headers, **request)
 
 
 @contextmanager

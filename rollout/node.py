@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from contract.attempts import AttemptId, Failure, FailureRecord, NodeState, Room, Superseded, TakenRollout
-from contract.errors import ServiceError, ServiceUnavailable
+from contract.errors import ResourceConflict, ServiceError, ServiceUnavailable
 from rollout.course import Course
 from rollout.logs import AttemptLogs, KeptLogs
 from rollout.offer import WorkingKinds
@@ -141,7 +141,7 @@ class RolloutNode:
             return None
         try:
             return await self._parts.attempts.take(room, self._settings.lease_seconds, self._wanted, WAIT_SECONDS)
-        except ServiceUnavailable as error:
+        except (ServiceUnavailable, ResourceConflict) as error:
             log.warning("no rollout can be taken now: %s", error)
         except Exception:
             # Otherwise the node would live on and take nothing more, without a trace.
@@ -198,7 +198,12 @@ class RolloutNode:
 
     async def _beat(self) -> None:
         async with asyncio.timeout(self._settings.lease_seconds / 2):
-            found, now = await self._parts.attempts.extend(self._describe(), list(self._courses))
+            try:
+                found, now = await self._parts.attempts.extend(self._describe(), list(self._courses))
+            except ResourceConflict as error:
+                # It was silent for its lease, and another node has its name: whoever asks gets what it had.
+                log.warning("the heartbeat failed: %s", error)
+                found, now = list(self._courses), self._started_at
         self._started_at = self._started_at or now
         for lost in found:
             if lost in self._courses:

@@ -27,18 +27,18 @@ log = logging.getLogger(__name__)
 class HeldAttempt:
     """An attempt as the node says that has it."""
 
-    def __init__(self, services: Services, connection: StoreConnection, attempt: AttemptId, node: str) -> None:
+    def __init__(self, services: Services, connection: StoreConnection, attempt: AttemptId, work: WorkStore) -> None:
         self._services = services
         self._tasks = TaskStore(connection)
-        self._work = WorkStore(connection, node)
+        self._work = work
         self.attempt = attempt
-        self._node = node
+        self.node = work.node
 
     async def check(self, gone: Collection[Status] = ("queued", *ENDED)) -> RolloutState:
         """The rollout. Raises `Superseded` if the node does not have it in this attempt, or if its status is one of `gone`."""
         attempt = self.attempt
         state = await self._tasks.load_rollout(attempt.task_id, attempt.index)
-        held = state is not None and (state.attempt, state.node) == (attempt.attempt, self._node)
+        held = state is not None and (state.attempt, state.node) == (attempt.attempt, self.node)
         if state is None or not held or state.status in gone:
             raise Superseded(f"attempt {attempt.attempt} of rollout {attempt.index} of task {attempt.task_id} was superseded")
         return state

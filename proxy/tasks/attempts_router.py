@@ -1,22 +1,35 @@
 """Attempts over HTTP, for nodes: take a rollout, keep it, report how far it is, finish or release it.
 
-A node's token opens only the rollouts that the node has: a step of an attempt that is not, or no longer, the named node's gets 409,
-`superseded`, and changes nothing. Every step may be repeated.
+A node's token opens only the rollouts that the node has: a step of an attempt that is not, or no longer, the node's gets 409,
+`superseded`, and changes nothing. Every step may be repeated. Nodes share a token and name themselves; the name belongs to whoever used it
+first, shown by a key, so that no node acts as another.
 """
 
 # Without annotations from __future__: a parameter of routes is a type that only exists within a function.
 import hashlib
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Annotated, Any, Literal
+from urllib.parse import unquote
 
 import msgspec
-from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Path, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import Field
 
-from contract.attempts import AttemptId, Failure, FailureRecord, NodeState, Room, Superseded, TakenRollout, Verdict
+from contract.attempts import (
+    NODE_HEADER,
+    NODE_KEY_HEADER,
+    AttemptId,
+    Failure,
+    FailureRecord,
+    NodeState,
+    Room,
+    Superseded,
+    TakenRollout,
+    Verdict,
+)
 from contract.sessions import NewSession, OpenedSession, SessionDetail
 from proxy.api import closing
 from proxy.api.calls import CallPage, list_calls
@@ -38,17 +51,23 @@ ATTEMPT: dict[str, Any] = {"task_id": "bug-7", "index": 0, "attempt": 1}
 ROOM: dict[str, Any] = {"labels": {}, "runtimes": ["local"], "cpus": 4.0, "memory_mb": 8192}
 STATE: dict[str, Any] = {"name": "node-1", "lease_seconds": 30.0, **ROOM}
 
-NodeName = Annotated[str, Field(min_length=1, max_length=256)]
-OfNode = Annotated[str, Query(min_length=1, max_length=256, description="The node that has the attempt.")]
+NodeName = Annotated[
+    str, Header(alias=NODE_HEADER, min_length=1, max_length=768, description="The node's name, percent-encoded.")
+]
+NodeKey = Annotated[
+    str,
+    Header(
+        alias=NODE_KEY_HEADER, pattern=r"^[!-~]{16,256}$", description="A secret of the node's own, the same in every request."
+    ),
+]
 SUPERSEDED: dict[int | str, dict[str, Any]] = {
     409: {"description": "the node does not have the attempt (any more) (`superseded`)"}
 }
+OTHERS_NAME: dict[int | str, dict[str, Any]] = {409: {"description": "the name is another node's (`superseded`)"}}
+Admit = Callable[..., Awaitable[WorkStore]]
 
 
-class TakeBody(
-    Body, json_schema_extra={"example": {"node": "node-1", "token": "5b2f5b2f", "room": ROOM, "lease_seconds": 30.0}}
-):
-    node: NodeName
+class TakeBody(Body, json_schema_extra={"example": {"token": "5b2f5b2f", "room": ROOM, "lease_seconds": 30.0}}):
     token: str = Field(pattern=r"^[A-Za-z0-9_-]{8,64}$")
     """Of the wanted rollout: a request that is repeated with it gets the rollout that an earlier answer had."""
     room: Room
@@ -66,7 +85,7 @@ class HeldBody(Body):
 
 class ExtendBody(Body, json_schema_extra={"example": {"state": STATE, "held": [ATTEMPT]}}):
     state: NodeState
-    """Its times are the service's."""
+    """Its name is the header's, its times are the service's."""
     held: list[HeldBody] = Field(max_length=10_000)
 
 
@@ -77,12 +96,7 @@ class Extended(Body, json_schema_extra={"example": {"lost": [], "now": 176722560
     """By the clock of leases."""
 
 
-class LeaveBody(Body, json_schema_extra={"example": {"node": "node-1"}}):
-    node: NodeName
-
-
-class ReportBody(Body, json_schema_extra={"example": {"node": "node-1", "status": "ready"}}):
-    node: NodeName
+class ReportBody(Body, json_schema_extra={"example": {"status": "ready"}}):
     status: Literal["preparing", "ready", "running", "evaluating"]
     calls: int | None = Field(None, ge=0, lt=2**63)
     exit_code: int | None = Field(None, ge=-(2**31), lt=2**31)
@@ -92,13 +106,11 @@ class ReportBody(Body, json_schema_extra={"example": {"node": "node-1", "status"
     """With `running`: of the harness's definition."""
 
 
-class FinishBody(Body, json_schema_extra={"example": {"node": "node-1", "verdict": {"status": "completed", "reward": 1.0}}}):
-    node: NodeName
+class FinishBody(Body, json_schema_extra={"example": {"verdict": {"status": "completed", "reward": 1.0}}}):
     verdict: Verdict
 
 
-class ReleaseBody(Body, json_schema_extra={"example": {"node": "node-1", "why": "put_back"}}):
-    node: NodeName
+class ReleaseBody(Body, json_schema_extra={"example": {"why": "put_back"}}):
     why: Literal["put_back", "give_way", "failed", "stopped"]
     """put_back: the harness had not started. give_way: the service holds new groups back. failed: by no fault of the agent. stopped: the
     node ends. Only `failed` uses up an attempt."""
@@ -137,6 +149,23 @@ def read_attempt(
 Named = Annotated[AttemptId, Depends(read_attempt)]
 
 
+class NodeAdmission:
+    """Tells nodes apart, which share a token: the name that a node gives belongs to the key that it gives with it."""
+
+    def __init__(self, connection: StoreConnection, takes: Takes) -> None:
+        self._redis = connection
+        self._takes = takes
+
+    async def admit(self, name: NodeName, key: NodeKey) -> WorkStore:
+        """The node's work. Raises `AttemptSuperseded` where the name is another node's."""
+        work = WorkStore(self._redis, unquote(name))
+        if not await work.claim_name(hashlib.sha256(key.encode()).digest(), may_inherit=self._takes.may_recover(0.0)):
+            raise AttemptSuperseded(
+                f"the name {work.node!r} is another node's: give this one another, or wait until that one was silent for its lease"
+            )
+        return work
+
+
 def build_attempt_router(connection: StoreConnection, takes: Takes, services: Services) -> APIRouter:
     router = APIRouter(
         prefix="/attempts",
@@ -145,52 +174,61 @@ def build_attempt_router(connection: StoreConnection, takes: Takes, services: Se
         default_response_class=Response,
         dependencies=[Depends(require_node)],
     )
-    add_leases(router, connection, takes)
-    add_steps(router, connection, services)
-    add_sessions(router, connection, services)
+    admit = NodeAdmission(connection, takes).admit
+    add_leases(router, takes, admit)
+    add_steps(router, connection, services, admit)
+    add_sessions(router, connection, services, admit)
     return router
 
 
-def add_leases(router: APIRouter, connection: StoreConnection, takes: Takes) -> None:
+def add_leases(router: APIRouter, takes: Takes, admit: Admit) -> None:
+    Node = Annotated[WorkStore, Depends(admit)]
+
     @router.post(
         "/take",
         responses={
             200: {"content": {MSGPACK: {}}, "description": "a rollout: attempt, state, whether it is resumed, and its task"},
             204: {"description": "there was none in time"},
+            **OTHERS_NAME,
         },
     )
-    async def take_rollout(request: Request, body: Annotated[TakeBody, Depends(JsonBody(TakeBody).read)]) -> Response:
+    async def take_rollout(
+        request: Request, node: Node, body: Annotated[TakeBody, Depends(JsonBody(TakeBody).read)]
+    ) -> Response:
         """The waiting rollout of the greatest priority that the node has room for, or one whose node was lost."""
         async with watch_disconnect(request.receive) as gone:
-            taken = await takes.take(body.node, body.room, body.lease_seconds, body.token, body.wait_seconds, gone)
+            taken = await takes.take(node.node, body.room, body.lease_seconds, body.token, body.wait_seconds, gone)
             if taken is not None and gone.done():
-                work = WorkStore(connection, body.node)
-                await work.put_back(taken.attempt, await work.now())
+                await node.put_back(taken.attempt, await node.now())
                 taken = None
         return Response(status_code=204) if taken is None else Response(_encode_taken(taken), media_type=MSGPACK)
 
-    @router.post("/extend", responses={200: {"model": Extended, "description": "extended"}})
-    async def extend_leases(body: Annotated[ExtendBody, Depends(JsonBody(ExtendBody).read)]) -> Response:
+    @router.post("/extend", responses={200: {"model": Extended, "description": "extended"}, **OTHERS_NAME})
+    async def extend_leases(node: Node, body: Annotated[ExtendBody, Depends(JsonBody(ExtendBody).read)]) -> Response:
         """The node lives: renews the leases of what it holds."""
-        work = WorkStore(connection, body.state.name)
-        now = await work.now()
+        now = await node.now()
         held = [AttemptId(each.task_id, each.index, each.attempt) for each in body.held]
-        state = replace(body.state, seen_at=now, started_at=body.state.started_at or now)
+        state = replace(body.state, name=node.node, seen_at=now, started_at=body.state.started_at or now)
         try:
-            lost = await work.beat(state, held, now)
+            lost = await node.beat(state, held, now)
         except OverflowError as error:
             raise RequestError(f"state: it cannot be stored: {error}", param="state") from error
         named = [{"task_id": each.task_id, "index": each.index, "attempt": each.attempt} for each in lost]
         return json_response({"lost": named, "now": now})
 
-    @router.post("/leave", status_code=204, responses={204: {"description": "left"}})
-    async def leave(body: Annotated[LeaveBody, Depends(JsonBody(LeaveBody).read)]) -> Response:
-        """The node has ended and holds nothing."""
-        await WorkStore(connection).leave(body.node)
+    @router.post("/leave", status_code=204, responses={204: {"description": "left"}, **OTHERS_NAME})
+    async def leave(node: Node) -> Response:
+        """The node has ended and holds nothing. Its name is free."""
+        await node.leave()
         return Response(status_code=204)
 
 
-def add_steps(router: APIRouter, connection: StoreConnection, services: Services) -> None:
+def add_steps(router: APIRouter, connection: StoreConnection, services: Services, admit: Admit) -> None:
+    def name_attempt(named: Named, node: Annotated[WorkStore, Depends(admit)]) -> HeldAttempt:
+        return HeldAttempt(services, connection, named, node)
+
+    Held = Annotated[HeldAttempt, Depends(name_attempt)]
+
     @router.post(
         "/{task_id}/{index}/{attempt}/report",
         status_code=204,
@@ -201,14 +239,11 @@ def add_steps(router: APIRouter, connection: StoreConnection, services: Services
             **SUPERSEDED,
         },
     )
-    async def report(
-        request: Request, named: Named, body: Annotated[ReportBody, Depends(JsonBody(ReportBody).read)]
-    ) -> Response:
+    async def report(request: Request, held: Held, body: Annotated[ReportBody, Depends(JsonBody(ReportBody).read)]) -> Response:
         """How far the attempt is. With `running` its session is opened; the answer to a repeated report has another key."""
-        held = HeldAttempt(services, connection, named, body.node)
         if body.status == "running":
             key = await held.open(body.harness_roles, body.logs or "", request.is_disconnected)
-            return _describe_opened(request, services, named.session_id, key)
+            return _describe_opened(request, services, held.attempt.session_id, key)
         fields = {name: value for name in ("calls", "exit_code", "logs") if (value := getattr(body, name)) is not None}
         await held.advance(body.status, fields)
         return Response(status_code=204)
@@ -222,30 +257,30 @@ def add_steps(router: APIRouter, connection: StoreConnection, services: Services
             **SUPERSEDED,
         },
     )
-    async def finish(named: Named, body: Annotated[FinishBody, Depends(JsonBody(FinishBody).read)]) -> Response:
+    async def finish(held: Held, body: Annotated[FinishBody, Depends(JsonBody(FinishBody).read)]) -> Response:
         """Fixes the verdict, closes the session with it and ends the rollout."""
-        await HeldAttempt(services, connection, named, body.node).finish(body.verdict)
+        await held.finish(body.verdict)
         return Response(status_code=204)
 
     @router.post(
         "/{task_id}/{index}/{attempt}/release",
         responses={200: {"model": Released, "description": "whether it waits for a node again"}, **SUPERSEDED},
     )
-    async def release(named: Named, body: Annotated[ReleaseBody, Depends(JsonBody(ReleaseBody).read)]) -> Response:
+    async def release(held: Held, body: Annotated[ReleaseBody, Depends(JsonBody(ReleaseBody).read)]) -> Response:
         """Back to the queue, without its session."""
-        held, queued = HeldAttempt(services, connection, named, body.node), True
+        queued = True
         if body.why == "put_back":
             await held.put_back()
         elif body.why == "give_way":
             queued = await held.give_way()
         else:
-            failure = body.failure or FailureRecord(Failure.NODE_LOST, f"node {body.node} gave it up")
+            failure = body.failure or FailureRecord(Failure.NODE_LOST, f"node {held.node} gave it up")
             queued = await held.give_up(failure, spared=body.spared or body.why == "stopped")
         return json_response({"queued": queued})
 
 
-def add_sessions(router: APIRouter, connection: StoreConnection, services: Services) -> None:
-    async def held(named: Named, node: OfNode) -> HeldAttempt:
+def add_sessions(router: APIRouter, connection: StoreConnection, services: Services, admit: Admit) -> None:
+    async def held(named: Named, node: Annotated[WorkStore, Depends(admit)]) -> HeldAttempt:
         """Raises `Superseded`."""
         found = HeldAttempt(services, connection, named, node)
         await found.check()

@@ -7,6 +7,7 @@ import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
@@ -14,17 +15,19 @@ from cli import control as token_of
 from cli.control import CommandClient, RequestFailed
 from cli.node import await_admission
 from cli.refusal import CommandError
-from contract.attempts import Failure, FailureRecord, Superseded
+from contract.attempts import Failure, FailureRecord, NodeState, Superseded
 from contract.client import AsyncServiceClient
+from contract.errors import ResourceConflict
 from rollout.attempts_client import AttemptsClient
 from rollout.runtimes.local.runtime import LocalKind
-from tests.support.runtimes.rollout_nodes import SECONDS
+from tests.support.runtimes.rollout_nodes import SECONDS, key_of
 from tests.support.runtimes.rollout_stores import ROOM, WELL
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.rollout_service import serving_tasks, submit
 from tests.support.service.running_service import ADMIN, NODE, RunningService, kept
 from tests.support.service.verbatim_process import COMMAND, environment, verbatim, wait_until
 
+STATE = NodeState("owner", {}, ["local"], 4.0, 4096, lease_seconds=30.0)
 PARTS = (("GET", ""), ("DELETE", ""), ("POST", "/reward"), ("POST", "/close"), ("PUT", "/log"), ("GET", "/calls"))
 
 
@@ -70,26 +73,35 @@ async def test_a_nodes_token_opens_no_session_but_those_of_the_rollouts_that_the
             answer = service.request(method, path, NODE, json={})
             assert answer.status_code == 403, path
         async with AsyncServiceClient(service.url, NODE) as http:
-            thief, owner = AttemptsClient(http, "thief"), AttemptsClient(http, "owner")
+            owner, thief, forger = [
+                AttemptsClient(http, name, key_of(key))
+                for name, key in (("owner", "owner"), ("thief", "thief"), ("owner", "thief"))
+            ]
+            await owner.extend(STATE, [])
             taken = await owner.take(ROOM, 30.0, "token-of-it", 0)
             assert taken is not None
             await owner.open(taken.attempt, (), "")
             assert (await owner.load_session(taken.attempt))["status"] == "open" and await owner.list_calls(taken.attempt) == []
-            for forged in (taken.attempt, replace(taken.attempt, attempt=2), replace(taken.attempt, task_id="none")):
+            forgeries = [taken.attempt, replace(taken.attempt, attempt=2), replace(taken.attempt, task_id="none")]
+            for node, forged in [*((thief, each) for each in forgeries), (forger, taken.attempt)]:
                 for act in (
-                    thief.load_session(forged),
-                    thief.list_calls(forged),
-                    thief.store_log(forged, "mine"),
-                    thief.open_judge(forged),
-                    thief.open(forged, (), ""),
-                    thief.report(forged, "ready"),
-                    thief.finish(forged, WELL),
-                    thief.put_back(forged),
-                    thief.give_way(forged),
-                    thief.give_up(forged, FailureRecord(Failure.NODE_FAILED, "")),
+                    node.load_session(forged),
+                    node.list_calls(forged),
+                    node.store_log(forged, "mine"),
+                    node.open_judge(forged),
+                    node.open(forged, (), ""),
+                    node.report(forged, "ready"),
+                    node.finish(forged, WELL),
+                    node.put_back(forged),
+                    node.give_way(forged),
+                    node.give_up(forged, FailureRecord(Failure.NODE_FAILED, "")),
                 ):
                     with pytest.raises(Superseded):
                         await act
+            for claim in (forger.take(ROOM, 0.001, "a-thiefs-token", 0), forger.extend(STATE, [taken.attempt]), forger.leave()):
+                with pytest.raises(ResourceConflict, match="the name 'owner' is another node's"):
+                    await claim
+            assert await owner.extend(STATE, [taken.attempt]) == ([], ANY)
             assert (await owner.load_session(taken.attempt))["status"] == "open"
 
 

@@ -14,6 +14,7 @@
     vb:{rollout}:hold              string  while it exists, nodes take no rollout that would begin a group
     vb:{rollout}:arrivals          stream  one entry, replaced whenever a rollout begins to wait: idle nodes read it
     vb:{rollout}:nodes             hash    node -> NodeState (packed); until an hour after its last beat
+    vb:{rollout}:owners            hash    node -> sha256 of the key that its name belongs to; as long as the node is known
     vb:{rollout}:seen              zset    node, by its last beat
     vb:{rollout}:takes             hash    node -> its last request for a rollout and the rollout it got; as long as the node is known
     vb:{rollout}:closing           zset    <task>:<index> of a rollout ended from outside whose session is still to be closed, by when

@@ -38,7 +38,7 @@ class WorkStore:
         """`node` took what the steps are about; `take` sets it."""
         self._redis = connection
         self._clock = RedisClock(connection, keys.ARRIVALS)
-        self._node = node
+        self.node = node
         self._arrival: str | None = None
 
     async def now(self) -> float:
@@ -48,7 +48,7 @@ class WorkStore:
         """The waiting rollout of the greatest priority that the node has room for, or one whose node was lost: silent for `lease_seconds`
         and for its own lease. None when there is none. Lost rollouts out of attempts, or whose task fails lost nodes, are ended.
         `token`: of this request; repeated with it, it gives the same rollout as long as the node has that one."""
-        self._node = node
+        self.node = node
         wanted = {
             "labels": dict(room.labels),
             "runtimes": sorted(room.runtimes),
@@ -125,9 +125,14 @@ class WorkStore:
         self._require(attempt, became != b"lost")
         return bool(became == b"queued")
 
-    async def leave(self, node: str) -> None:
+    async def claim_name(self, key: bytes, *, may_inherit: bool) -> bool:
+        """Whether the node's name belongs to this key: it has it, or nobody does from now on. `may_inherit`: also the name of a node that
+        was silent for its lease."""
+        return bool(await self._run("claim_name", self.node, key, repr(await self.now()), int(may_inherit)))
+
+    async def leave(self) -> None:
         """The node has ended and holds nothing."""
-        await self._run("leave", node)
+        await self._run("leave", self.node)
 
     async def _take(self, node: str, room: str, lease_seconds: float, now: float, token: str) -> TakenRollout | None:
         lease = max(1, int(lease_seconds * 1000))
@@ -143,7 +148,7 @@ class WorkStore:
         return str(entries[0][0].decode()) if entries else "0-0"
 
     async def _step(self, script: str, attempt: AttemptId, *args: Argument, durable: bool = False) -> Any:
-        named = (attempt.task_id, attempt.index, attempt.attempt, self._node)
+        named = (attempt.task_id, attempt.index, attempt.attempt, self.node)
         return await self._run(script, *named, *args, durable=durable)
 
     def _require(self, attempt: AttemptId, held: Any) -> None:

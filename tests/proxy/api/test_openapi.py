@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, Phase, settings
 from schemathesis.checks import CHECKS, load_all_checks
 
 from cli.rollout_service import add_rollouts
+from contract.attempts import NODE_HEADER, NODE_KEY_HEADER
 from proxy.app import create_app
 from proxy.call.http import Routes
 from proxy.dialects.catalogue import dialects
@@ -31,6 +32,7 @@ from tests.support.service.running_service import ADMIN, RunningService, wait_un
 
 DOCUMENT = create_app(Settings(engine=[], redis="redis://127.0.0.1:1/0"), partial(add_rollouts, KNOWN)).description()
 OPERATIONS = [(method, path) for path, methods in DOCUMENT["paths"].items() for method in methods]
+NODE = {NODE_HEADER: "n", NODE_KEY_HEADER: "the-key-of-node-n"}
 EXAMPLES = 4
 """Per endpoint."""
 
@@ -116,7 +118,8 @@ class Walk:
         url = path + query
         for name, value in names.items():
             url = url.replace(f"{{{name}}}", value)
-        answer = self._service.request(method.upper(), url, **({} if body is None else {"json": body}))
+        headers = NODE if path.startswith("/attempts") else {}
+        answer = self._service.request(method.upper(), url, headers=headers, **({} if body is None else {"json": body}))
         assert answer.status_code == status, (method, url, answer.text)
         self.seen.add((method, path, status))
         if not answer.content:
@@ -236,23 +239,23 @@ def walk_attempts(service: RunningService, walk: Walk) -> None:
     """As a node that takes two rollouts, of which it finishes one and puts the other back."""
     walk("post", "/tasks", 201, {"task_id": "taken", "instruction": "Do.", "harness": "pi", "num_samples": 2})
     room = {"labels": {}, "runtimes": ["local"], "cpus": 4.0, "memory_mb": 8192}
-    wanted = {"node": "n", "room": room, "lease_seconds": 30.0}
+    wanted = {"room": room, "lease_seconds": 30.0}
     for token in ("token-one", "token-two"):
-        assert service.request("POST", "/attempts/take", json={**wanted, "token": token}).status_code == 200
+        assert service.request("POST", "/attempts/take", json={**wanted, "token": token}, headers=NODE).status_code == 200
     walk("post", "/attempts/take", 204, {**wanted, "token": "token-three"})
     first, second = ({"task_id": "taken", "index": index, "attempt": "1"} for index in ("0", "1"))
     walk("post", "/attempts/extend", 200, {"state": {"name": "n", **room}, "held": [{**first, "index": 0, "attempt": 1}]})
     at = "/attempts/{task_id}/{index}/{attempt}"
-    walk("post", f"{at}/report", 204, {"node": "n", "status": "ready"}, **first)
-    walk("post", f"{at}/report", 200, {"node": "n", "status": "running"}, **first)
-    walk("put", f"{at}/log", 204, {"text": "done"}, query="?node=n", **first)
-    walk("get", f"{at}/session", 200, query="?node=n", **first)
-    walk("get", f"{at}/calls", 200, query="?node=n", **first)
-    judge = walk("post", f"{at}/judges", 201, query="?node=n", **first)["session_id"]
-    walk("post", f"{at}/judges/{{session_id}}/close", 204, query="?node=n", session_id=judge, **first)
-    walk("post", f"{at}/finish", 204, {"node": "n", "verdict": {"status": "failed"}}, **first)
-    walk("post", f"{at}/release", 200, {"node": "n", "why": "put_back"}, **second)
-    walk("post", "/attempts/leave", 204, {"node": "n"})
+    walk("post", f"{at}/report", 204, {"status": "ready"}, **first)
+    walk("post", f"{at}/report", 200, {"status": "running"}, **first)
+    walk("put", f"{at}/log", 204, {"text": "done"}, **first)
+    walk("get", f"{at}/session", 200, **first)
+    walk("get", f"{at}/calls", 200, **first)
+    judge = walk("post", f"{at}/judges", 201, **first)["session_id"]
+    walk("post", f"{at}/judges/{{session_id}}/close", 204, session_id=judge, **first)
+    walk("post", f"{at}/finish", 204, {"verdict": {"status": "failed"}}, **first)
+    walk("post", f"{at}/release", 200, {"why": "put_back"}, **second)
+    walk("post", "/attempts/leave", 204)
     service.request("DELETE", "/tasks/taken")
 
 

@@ -22,6 +22,7 @@ from proxy.tasks import attempts as module
 from proxy.tasks import members
 from proxy.tasks.takes import Takes
 from rollout.attempts_client import AttemptsClient
+from tests.support.runtimes.rollout_nodes import key_of
 from tests.support.runtimes.rollout_stores import ROOM, WELL, Node, Stores
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.rollout_service import serving_tasks
@@ -105,7 +106,7 @@ async def nodes(request: pytest.FixtureRequest, stores: Stores, service: Running
         http = await stack.enter_async_context(AsyncServiceClient(service.url, NODE))
 
         def asked(name: str) -> AskedWork:
-            made = AskedWork(http, name)
+            made = AskedWork(http, name, key_of(name))
             made.state = stores.node(name).state()
             return made
 
@@ -226,7 +227,7 @@ async def test_a_verdict_is_fixed_before_its_session_is_closed(
 ) -> None:
     """The service fails between the two; the node asks again, and may have changed its mind."""
     await stores.submit()
-    a = AskedWork(http, "a")
+    a = AskedWork(http, "a", key_of("a"))
     attempt = (await must_take(a)).attempt
     closing, failures = members.close_member, iter([EngineUnavailable("away")])
 
@@ -246,7 +247,7 @@ async def test_a_session_whose_key_was_lost_with_the_answer_is_replaced(
     stores: Stores, service: RunningService, http: AsyncServiceClient
 ) -> None:
     await stores.submit()
-    a = AskedWork(http, "a")
+    a = AskedWork(http, "a", key_of("a"))
     attempt = (await must_take(a)).attempt
     keys = {(await a.open(attempt, (), "")).api_key for _ in range(2)}
     assert len(keys) == 2 and (await stores.rollout()).status == "running"
@@ -256,7 +257,7 @@ async def test_a_session_whose_key_was_lost_with_the_answer_is_replaced(
 
 async def test_a_reward_that_is_refused_leaves_nothing_behind(stores: Stores, http: AsyncServiceClient) -> None:
     await stores.submit()
-    a = AskedWork(http, "a")
+    a = AskedWork(http, "a", key_of("a"))
     attempt = (await must_take(a)).attempt
     await a.open(attempt, (), "")
     with pytest.raises(RequestRefused):
@@ -280,12 +281,12 @@ async def test_what_is_handed_to_a_caller_that_hung_up_is_put_back(
         return taken
 
     monkeypatch.setattr(Takes, "_look", slow)
-    asking = asyncio.create_task(AskedWork(http, "a").take(wait=30))
+    asking = asyncio.create_task(AskedWork(http, "a", key_of("a")).take(wait=30))
     async with asyncio.timeout(SECONDS):
         while (await stores.rollout()).node != "a":
             await asyncio.sleep(0.01)
     asking.cancel()
     await asyncio.wait([asking])
     gone.set()
-    taken = await AskedWork(http, "b").take(wait=30)
+    taken = await AskedWork(http, "b", key_of("b")).take(wait=30)
     assert taken is not None and taken.state.failures == ()

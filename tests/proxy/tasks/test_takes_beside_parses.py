@@ -16,6 +16,7 @@ from proxy.store.connection import StoreConnection
 from proxy.store.tasks.tasks import TaskStore
 from rollout.attempts_client import AttemptsClient
 from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.runtimes.rollout_nodes import key_of
 from tests.support.runtimes.rollout_stores import ROOM, Stores
 from tests.support.service.rollout_service import BODY, serving_tasks
 from tests.support.service.running_service import NODE, RunningService
@@ -57,7 +58,7 @@ async def test_a_take_is_answered_while_a_body_of_a_megabyte_is_parsed(
         serving_tasks(redis_url, engine.url, engine_api="token") as service,
     ):
         async with AsyncServiceClient(service.url, NODE) as http:
-            node = AttemptsClient(http, "a")
+            node = AttemptsClient(http, "a", key_of("a"))
             monkeypatch.setattr(owner, name, stop)
             asking = asyncio.create_task(asyncio.to_thread(ask, service))
             try:

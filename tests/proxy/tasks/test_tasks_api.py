@@ -24,6 +24,7 @@ from proxy.store.tasks.tasks import TaskStore
 from proxy.tasks.sweeper import LONGEST_PAUSE_SECONDS, MOST_TRIES, draw_pause_seconds
 from rollout.attempts_client import AttemptsClient, OpenSession
 from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.runtimes.rollout_nodes import key_of
 from tests.support.runtimes.rollout_stores import WELL, Stores
 from tests.support.service.redis_server import RedisServer, running_redis
 from tests.support.service.rollout_service import BODY, read_events, serving_tasks, submit
@@ -62,7 +63,7 @@ async def at(redis_server: RedisServer) -> AsyncIterator[Stores]:
 async def attempts_of(service: RunningService, node: str) -> AsyncIterator[AttemptsClient]:
     """The service as that node asks it."""
     async with AsyncServiceClient(service.url, NODE) as http:
-        yield AttemptsClient(http, node)
+        yield AttemptsClient(http, node, key_of(node))
 
 
 def get(service: RunningService, path: str, code: int = 200) -> dict[str, Any]:

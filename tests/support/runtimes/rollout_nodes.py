@@ -101,6 +101,11 @@ class WatchedNode(RolloutNode):
         await asyncio.wait([self._beating, self._taking])
 
 
+def key_of(node: str) -> str:
+    """The secret to which the name of a test's node belongs."""
+    return f"the-key-of-node-{node}"
+
+
 @dataclass
 class World:
     """A service, its Redis, and what tests do with tasks there."""
@@ -161,7 +166,7 @@ class World:
         given = NodeSettings(**{"labels": labels or {}, "cpus": 64.0, "memory_mb": 1 << 20, "lease_seconds": 30.0, **settings})
         async with AsyncExitStack() as stack:
             http = await stack.enter_async_context(AsyncServiceClient(self.service.url, NODE))
-            attempts = AttemptsClient(http, name)
+            attempts = AttemptsClient(http, name, key_of(name))
             kind = LocalKind(RuntimeSettings(local_dir=self.folder / "runtimes", local_path=SYSTEM_PATH))
             parts = NodeContext(
                 name=name,

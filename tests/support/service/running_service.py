@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, Self
@@ -93,8 +93,11 @@ class RunningService:
         self._thread.join(120)
         assert not self._thread.is_alive(), "the service did not stop"
 
-    def request(self, method: str, path: str, token: str = ADMIN, **more: Any) -> httpx.Response:
-        return self._control.request(method, self.url + path, headers={"Authorization": f"Bearer {token}"}, **more)
+    def request(
+        self, method: str, path: str, token: str = ADMIN, *, headers: Mapping[str, str] | None = None, **more: Any
+    ) -> httpx.Response:
+        given = {"Authorization": f"Bearer {token}", **(headers or {})}
+        return self._control.request(method, self.url + path, headers=given, **more)
 
     def session(self, *, max_retries: int = 0, **fields: Any) -> Session:
         self._sessions.append(Session(self, max_retries, fields))

@@ -8,7 +8,7 @@ local base = KEYS[1]
 local listing, over, queues, arrivals = base .. ':listing', base .. ':over', base .. ':queues', base .. ':arrivals'
 local nodes, seen, takes, totals = base .. ':nodes', base .. ':seen', base .. ':takes', base .. ':totals'
 local closing, abandoned, callbacks = base .. ':closing', base .. ':abandoned', base .. ':callbacks'
-local stranded, hold = base .. ':stranded', base .. ':hold'
+local stranded, hold, owners = base .. ':stranded', base .. ':hold', base .. ':owners'
 
 local GROUP, SCHEMA = 'nodes', 1
 local EVENTS_KEPT = 20000

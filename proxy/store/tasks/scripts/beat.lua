@@ -6,6 +6,7 @@ redis.call('ZADD', seen, now, node)
 for _, gone in ipairs(redis.call('ZRANGEBYSCORE', seen, '-inf', now - FORGOTTEN_SECONDS)) do
   redis.call('HDEL', nodes, gone)
   redis.call('HDEL', takes, gone)
+  redis.call('HDEL', owners, gone)
   redis.call('ZREM', seen, gone)
 end
 local lost = {}
