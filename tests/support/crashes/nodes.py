@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
+from reconstruct.trajectory import Trajectory
 from tests.harnesses.node_victims import NodeVictim
 from tests.support.crashes.victims import RedisVictim, ServiceVictim, Victim
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
@@ -78,7 +79,8 @@ class NodeCrashes:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            written = {each.name: each.written[-4000:] for each in (*self.services, *self.nodes)}
+            victims: list[ServiceVictim | NodeVictim] = [*self.services, *self.nodes]
+            written = {each.name: each.written[-4000:] for each in victims}
             error.add_note("\n\n".join(f"{name}:\n{lines}" for name, lines in written.items()))
         self._stack.close()
 
@@ -154,7 +156,8 @@ class NodeCrashes:
 
     def _check_batches(self, finals: Sequence[str]) -> None:
         made = {each.request_id.removeprefix(_REQUEST): each for each in self.engine.generations}
-        groups, rows = [], []
+        groups: list[str] = []
+        rows: list[Trajectory] = []
         with TrainerClient(self.services[0].url, TRAINER) as client:
             while len(groups) < len(self._tasks):
                 batch = client.lease(max_groups=len(self._tasks), wait_seconds=SECONDS)
@@ -186,14 +189,17 @@ class NodeRounds:
         for _ in range(rounds):
             # What a kill of its node costs is an attempt.
             task_id = crashes.submit(samples=samples, max_attempts=rounds)
-            count = len(crashes.begun())
-            wait_until(lambda count=count: len(crashes.begun()) > count, SECONDS, f"a rollout begins; {task_id} is the newest")
+            self._await_beginning(task_id)
             victim = self._choose()
             crashes.kill(victim)
             victim.start()
             if not isinstance(victim, NodeVictim):
                 victim.await_ready()
         crashes.await_end()
+
+    def _await_beginning(self, task_id: str) -> None:
+        count = len(self._crashes.begun())
+        wait_until(lambda: len(self._crashes.begun()) > count, SECONDS, f"a rollout begins; {task_id} is the newest")
 
     def _choose(self) -> Victim | NodeVictim:
         if not self._left:

@@ -175,7 +175,7 @@ async def test_a_node_that_beats_keeps_what_it_has(stores: Stores) -> None:
     assert await node.beat(taken.attempt) == []
     assert await other.take(60.0) is None
     assert [state.name for state in await stores.tasks.list_nodes()] == ["a"]
-    await node.work.leave("a")
+    await node.work.leave()
     assert await stores.tasks.list_nodes() == []
 
 
