@@ -74,7 +74,7 @@ def test_what_is_needed_grows_in_proportion_to_the_sessions() -> None:
         ({"redis_cpu_ms_per_call": 1_000.0}, "Redis cores"),
     ],
 )
-def test_the_first_bottleneck_is_what_the_most_units_are_needed_of(changed: dict[str, float], bottleneck: str) -> None:
+def test_the_first_bottleneck_is_what_the_most_units_are_needed_of(changed: dict[str, Any], bottleneck: str) -> None:
     assert need(RUN, replace(COST, **changed)).first_bottleneck == bottleneck
 
 
@@ -89,7 +89,7 @@ def test_the_first_bottleneck_is_what_the_most_units_are_needed_of(changed: dict
         (NO_REDIS_CPU | {"most_primaries": 10_000}, 24_350_649, "share_of_clients"),
     ],
 )
-def test_the_design_ends_where_nothing_can_be_added(changed: dict[str, float], sessions: int, reason: str) -> None:
+def test_the_design_ends_where_nothing_can_be_added(changed: dict[str, Any], sessions: int, reason: str) -> None:
     last = end(RUN, replace(COST, **changed))
     assert last.sessions == pytest.approx(sessions, rel=1e-3)
     assert (last.reason, last.remedy) == ENDS[reason]

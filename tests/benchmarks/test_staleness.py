@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ MACHINES = Machines(2, 1, SPEED, rollouts=12, train_seconds=1.0, train_token_sec
 WORK = Work(groups_per_version=3, group_size=2, calls=2, reply_tokens=50, reply_spread=1.0, longest=1000, tool_seconds=0.5)
 
 
-def run_until_idle(fleet: Fleet) -> list[tuple[str, float]]:
+def run_until_idle(fleet: Fleet) -> list[tuple[Any, Any]]:
     """Replies in the order in which they end, with the second of it."""
     ends = []
     while fleet.next_end < float("inf"):
@@ -120,7 +121,7 @@ def test_staleness_buys_speed_and_partial_rollouts_buy_more() -> None:
 def test_shared_machines_sample_and_train_in_turn() -> None:
     shared = MACHINES.shared()
     assert (shared.replicas, shared.rollouts) == (3, 18)
-    assert (shared.train_seconds, shared.train_token_seconds) == (pytest.approx(1 / 3), pytest.approx(0.001 / 3))
+    assert (shared.train_seconds, shared.train_token_seconds) == pytest.approx((1 / 3, 0.001 / 3))
 
 
 def test_results_are_printed_written_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +133,7 @@ def test_results_are_printed_written_and_drawn(tmp_path: Path, capsys: pytest.Ca
     }
     case["work"] |= {"reply_tokens": 20, "reply_spread": 1, "longest": 99}  # type: ignore[operator]
     machines = {"replicas": 1, "trainers": 1, "rollouts": 4, "train_seconds": 1, "train_token_seconds": 0, "push_seconds": 0.1}
-    case["machines"] = machines | {"speed": {"token_seconds": 0.01, "reply_seconds": 0.001, "slots": 4}}  # type: ignore[assignment]
+    case["machines"] = machines | {"speed": {"token_seconds": 0.01, "reply_seconds": 0.001, "slots": 4}}
     times, results, picture = tmp_path / "times.json", tmp_path / "out.json", tmp_path / "out.png"
     times.write_text(json.dumps({"cases": [case]}))
     main(

@@ -92,7 +92,7 @@ def test_every_command_works_on_the_base_install_or_names_the_extra_it_needs(ser
     """`verbatim node` ended in a traceback for msgspec."""
     task = {"task_id": "t", "instruction": "x", "harness": "pi", "evaluator": "pytest"}
     (tmp_path / "tasks.jsonl").write_text(json.dumps(task) + "\n")
-    commands = [*WORKS, *(args for args, _ in REFUSED)]
+    commands: list[tuple[str, ...]] = [*WORKS, *(args for args, _ in REFUSED)]
     found = base_install(tmp_path, commands, VERBATIM_URL=service.url, VERBATIM_ADMIN_TOKEN=ADMIN)
     failed = [(args, code, err) for args, code, _, err in found[: len(WORKS)] if code and args[0] != "run"]
     assert failed == []

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -39,7 +40,7 @@ FLAGS = (
 )
 
 
-def refused(*args: str, code: int = 1, **variables: str) -> str:
+def refused(*args: str, code: int = 1, **variables: Any) -> str:
     """The one sentence on stderr of a command that must end with `code`."""
     done = verbatim(*args, **variables)
     assert done.returncode == code, done
@@ -78,7 +79,8 @@ def test_every_flag_of_serve_is_explained(flag: str, serve_help: str) -> None:
 
 def test_a_flag_of_serve_has_the_name_the_default_and_the_text_of_its_setting() -> None:
     """They stood twice, and the texts of eleven of them differed."""
-    serve = get_command(app).commands["serve"]
+    main: Any = get_command(app)
+    serve = main.commands["serve"]
     marked = {
         name: field for name, field in Settings.model_fields.items() if any(isinstance(each, Flag) for each in field.metadata)
     }
@@ -265,7 +267,7 @@ def serving(redis_server: RedisServer) -> Iterator[RunningService]:
 def test_sessions_are_listed_and_shown(serving: RunningService) -> None:
     created = serving.request("POST", "/sessions", json={"session_id": "first", "group_id": "g7"})
     assert created.status_code == 201, created.text
-    service = {"VERBATIM_URL": serving.url, "VERBATIM_ADMIN_TOKEN": ADMIN}
+    service: dict[str, Any] = {"VERBATIM_URL": serving.url, "VERBATIM_ADMIN_TOKEN": ADMIN}
     listed = verbatim("sessions", "list", **service)
     assert listed.returncode == 0, listed.stderr
     assert "first" in listed.stdout and "g7" in listed.stdout and "open" in listed.stdout
@@ -289,7 +291,7 @@ def test_what_has_no_room_in_a_table_goes_on_in_the_next_line() -> None:
 
 def test_a_sessions_id_is_listed_whole_and_its_group_as_it_is_named(serving: RunningService) -> None:
     session_id = serving.request("POST", "/sessions", json={"group_id": "[/x][red]", "task_id": "[t]"}).json()["session_id"]
-    service = {"VERBATIM_URL": serving.url, "VERBATIM_ADMIN_TOKEN": ADMIN}
+    service: dict[str, Any] = {"VERBATIM_URL": serving.url, "VERBATIM_ADMIN_TOKEN": ADMIN}
     assert session_id in verbatim("sessions", "list", **service, COLUMNS="80").stdout
     (piped,) = [line for line in verbatim("engines", "list", **service, COLUMNS="").stdout.splitlines() if "127" in line]
     assert "127.0.0.1:9" in piped and "(default)" in piped and "cannot connect" in piped

@@ -19,7 +19,7 @@ from tests.support.service.running_service import ADMIN, RunningService
 from tests.support.service.verbatim_process import verbatim
 
 
-def examine(*args: str, **variables: str) -> tuple[int, dict[str, list[dict[str, Any]]]]:
+def examine(*args: str, **variables: Any) -> tuple[int, dict[str, list[dict[str, Any]]]]:
     """The exit code, and the checks by the first word of what they are about."""
     done = verbatim("doctor", "--json", *args, **variables)
     assert "Traceback" not in done.stderr
@@ -32,7 +32,7 @@ def examine(*args: str, **variables: str) -> tuple[int, dict[str, list[dict[str,
 def test_a_service_that_works_is_told_line_by_line(service: RunningService, redis_server: RedisServer) -> None:
     session = service.session()
     session.ask("q")
-    variables = {"VERBATIM_URL": service.url, "VERBATIM_ADMIN_TOKEN": ADMIN, "VERBATIM_REDIS": redis_server.url}
+    variables: dict[str, Any] = {"VERBATIM_URL": service.url, "VERBATIM_ADMIN_TOKEN": ADMIN, "VERBATIM_REDIS": redis_server.url}
     _, found = examine(**variables)
     for about in ("verbatim", "packages", "service", "clock", "token", "redis", "engine", "disk"):
         assert {check["state"] for check in found[about]} <= {"ok", "note"}, found[about]

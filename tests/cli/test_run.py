@@ -82,7 +82,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return work
 
 
-def access(service: Serving | RunningService) -> dict[str, str]:
+def access(service: Serving | RunningService) -> dict[str, Any]:
     return {"VERBATIM_URL": service.url, "VERBATIM_ADMIN_TOKEN": ADMIN}
 
 
@@ -238,7 +238,7 @@ def test_what_a_harness_leaves_running_is_ended_with_it(service: Serving) -> Non
 @pytest.fixture
 def minding_signals() -> Iterator[None]:
     """The children of a test inherit signals that it ignores: hang-ups under nohup, Ctrl-C in a background job of a shell."""
-    handlers = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    handlers: dict[int, Any] = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield
     for number, handler in before.items():
@@ -389,7 +389,7 @@ def test_a_service_that_is_gone_at_the_end_is_told(tmp_path: Path, engine: Scrip
         service.exit_code(within_seconds=60)
 
 
-def refused(*args: str, code: int, **variables: str) -> str:
+def refused(*args: str, code: int, **variables: Any) -> str:
     done = verbatim(*args, **variables)
     assert (done.returncode, done.stdout) == (code, ""), done
     (line,) = done.stderr.splitlines()
@@ -399,7 +399,7 @@ def refused(*args: str, code: int, **variables: str) -> str:
 
 @pytest.mark.parametrize("command", [("run", *PYTHON, "pass"), ("env", "--harness", "shell")])
 def test_a_service_that_cannot_be_used_is_told_in_one_sentence(service: Serving, command: tuple[str, ...]) -> None:
-    nowhere = {"VERBATIM_URL": "http://127.0.0.1:9", "VERBATIM_ADMIN_TOKEN": "x"}
+    nowhere: dict[str, Any] = {"VERBATIM_URL": "http://127.0.0.1:9", "VERBATIM_ADMIN_TOKEN": "x"}
     assert "no service at http://127.0.0.1:9" in refused(*command, code=1, **nowhere)
     assert "token" in refused(*command, code=1, **{**access(service), "VERBATIM_ADMIN_TOKEN": "wrong"})
     assert "VERBATIM_ADMIN_TOKEN" in refused(*command, code=2, VERBATIM_URL=service.url)

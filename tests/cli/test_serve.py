@@ -25,7 +25,7 @@ from tests.support.service.verbatim_process import ADMIN, TRAINER, Serving, proc
 OUTLASTING = 100.0
 """Seconds that an engine takes in the tests that do not let it finish."""
 SHORT_DRAIN = 0.3
-LONG_DRAIN = {"VERBATIM_DRAIN_SECONDS": "100"}
+LONG_DRAIN: dict[str, Any] = {"VERBATIM_DRAIN_SECONDS": "100"}
 AT_ONCE = 60.0
 """Seconds in which even a busy machine ends what waits for no drain; a long one takes more."""
 LONGEST = 8000
@@ -228,7 +228,7 @@ def test_a_service_that_starts_before_its_redis_waits_for_it(tmp_path: Path) -> 
     with Serving(*NOWHERE, "--redis", f"redis://127.0.0.1:{port}", data_dir=tmp_path, ready=False) as service:
         wait_until(lambda: "waiting up to" in service.stderr, 60, "it found no Redis")
         with running_redis(port=port):
-            wait_until(lambda: service.url or service.ended, 60, "it serves")
+            wait_until(lambda: bool(service.url) or service.ended, 60, "it serves")
             assert service.request("POST", "/sessions", json={"session_id": "s"}).status_code == 201
             assert service.stop() == 0
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -24,7 +25,7 @@ from tests.support.service.verbatim_process import verbatim
 FEEDBACK = "3 passed, 1 failed\nFAILED test_four: AssertionError: IIII != IV\n" + "\n".join(f"line {n}" for n in range(20))
 
 
-def run(service: RunningService, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(service: RunningService, *args: str, **variables: Any) -> subprocess.CompletedProcess[str]:
     return verbatim(*args, "--url", service.url, **{"VERBATIM_ADMIN_TOKEN": ADMIN, "COLUMNS": "200", **variables})
 
 

@@ -330,7 +330,7 @@ def fork(service: RunningService, *args: str) -> subprocess.CompletedProcess[str
 
 def test_a_fork_of_a_session_is_its_task_again(fresh: RunningService, tmp_path: Path) -> None:
     steps = [{"upload": {"path": "a.txt", "text": "x"}}]
-    plain = {"evaluator": {"kind": "command", "options": {"command": "true"}}, "budgets": {"max_calls": 3}}
+    plain: dict[str, Any] = {"evaluator": {"kind": "command", "options": {"command": "true"}}, "budgets": {"max_calls": 3}}
     submit(fresh, task_id="t", num_samples=2, early_stop_usable_samples=1, metadata={"a": 1}, **plain)
     submit(fresh, task_id="u", prepare=steps)
     for session_id, task_id in (("t.0.1", "t"), ("u.0.1", "u"), ("alone", None)):

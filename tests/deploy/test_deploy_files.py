@@ -201,12 +201,12 @@ def test_the_compose_file_keeps_to_the_rules() -> None:
 
 
 def test_what_the_services_are_told_is_what_they_understand() -> None:
-    commands = get_command(app).commands
+    main: Any = get_command(app)
     for name in ("proxy", "node", "trainer"):
         told = own_services()[name]["environment"].keys() - {"HF_TOKEN"}
         assert told - variables() == set()
     command, *flags = own_services()["node"]["command"]
-    assert {flag.partition("=")[0] for flag in flags} <= {opt for each in commands[command].params for opt in each.opts}
+    assert {flag.partition("=")[0] for flag in flags} <= {opt for each in main.commands[command].params for opt in each.opts}
     asked = set(re.findall(r"\$\{(\w+)", (DEPLOY / "compose.yaml").read_text()))
     assert set(re.findall(r"^(\w+)=", (DEPLOY / ".env.example").read_text(), re.MULTILINE)) == asked
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests import ROOT
 from tests.support.documents.helm_chart import container, environment, pod_of, the
@@ -36,7 +37,7 @@ NOBODY = ["--unshare-user", "--uid", "10001", "--gid", "10001", "--cap-drop", "A
 def test_the_service_serves_where_it_may_write_nothing_but_tmp(redis_url: str) -> None:
     bwrap = require("bwrap")
     told = environment(container(pod_of(the({}, "Deployment", "-proxy")) or {}))
-    asked = {name: value for name, value in told.items() if value and name not in HERE}
+    asked: dict[str, Any] = {name: value for name, value in told.items() if value and name not in HERE}
     # Images make no byte code; their data directory is there and cannot be written to.
     asked |= {"PYTHONDONTWRITEBYTECODE": "1", "HOME": "/", "VERBATIM_CONTROL_PORT": "0"}
     with (

@@ -208,7 +208,7 @@ with trainer_client.TrainerClient("http://127.0.0.1:1", "token"):
 def at_work(python: Path, asked: Iterable[str], folder: Path, *args: str) -> Iterator[Callable[[], str]]:
     """`verbatim` outside of this folder, with nothing but what `asked` asks for; gives what it has said. It ends well when it is
     told to."""
-    command = [python, "-c", program_alone(asked, "from cli.main import main; main()"), *args]
+    command: list[str | Path] = [python, "-c", program_alone(asked, "from cli.main import main; main()"), *args]
     tokens = {"VERBATIM_ADMIN_TOKEN": ADMIN, "VERBATIM_TRAINER_TOKEN": TRAINER}
     environment = {"PATH": "/usr/bin:/bin", "VERBATIM_LOCAL_SANDBOX": "none", **tokens}
     log = folder / f"{args[0]}.log"

@@ -82,7 +82,7 @@ def test_tool_results_share_one_user_turn(tokenizer: Any) -> None:
 
 def test_arguments_render_alike_as_text_and_as_an_object(tokenizer: Any) -> None:
     parsed = {**CALL, "function": {"name": "open", "arguments": {"key": 2}}}
-    turns = [[USER, {"role": "assistant", "content": "", "tool_calls": [call]}] for call in (CALL, parsed)]
+    turns: list[Any] = [[USER, {"role": "assistant", "content": "", "tool_calls": [call]}] for call in (CALL, parsed)]
     assert rendered(tokenizer, turns[0]) == rendered(tokenizer, turns[1])
 
 
@@ -90,7 +90,11 @@ def test_reasoning_is_shown_after_the_last_query_and_dropped_before(tokenizer: A
     thought = {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
     assert rendered(tokenizer, [USER, thought]).endswith("assistant\n<think>\nhm\n</think>\n\nyes<|im_end|>\n")
     assert "<think>" not in rendered(tokenizer, [USER, thought, USER])
-    after_a_tool = [USER, {**thought, "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "call_1", "content": "ok"}]
+    after_a_tool: list[Any] = [
+        USER,
+        {**thought, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "ok"},
+    ]
     assert "<think>\nhm\n</think>" in rendered(tokenizer, after_a_tool)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def model(tmp_path: Path) -> Any:
 
 def logprobs_of(model: Any, sampled: list[int]) -> torch.Tensor:
     ids = torch.tensor([PROMPT + sampled])
-    scores = model(ids).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+    scores: torch.Tensor = model(ids).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
     return scores.gather(-1, torch.tensor(sampled)[:, None])[:, 0]
 
 
@@ -50,7 +50,7 @@ def row(model: Any, name: str, sampled: list[int], reward: float, shift: float =
 def gradients(model: Any, batch: Batch) -> torch.Tensor:
     model.zero_grad()
     (tree,) = batch.tree(100, advantages=batch.advantages(grpo), framework="torch")
-    accumulate(model, tree, len(tree.trained_index), RECIPE, tree.advantages[tree.segment_index])
+    accumulate(model, tree, len(tree.trained_index), RECIPE, cast(Any, tree.advantages)[tree.segment_index])
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
@@ -100,7 +100,7 @@ def test_the_gradient_does_not_depend_on_how_rows_are_put_together(model: Any) -
     model.zero_grad()
     for index in (0, 1):
         (tree,) = batch.tree(100, rows=[index], advantages=batch.advantages(grpo), framework="torch")
-        accumulate(model, tree, 6, RECIPE, tree.advantages[tree.segment_index])
+        accumulate(model, tree, 6, RECIPE, cast(Any, tree.advantages)[tree.segment_index])
     apart = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     assert torch.allclose(together, apart, atol=1e-6)
 
@@ -111,7 +111,7 @@ def test_the_gradient_is_that_of_the_objective_on_each_row_alone(model: Any) -> 
     advantages, recipe = batch.advantages(grpo), replace(RECIPE, entropy_bonus=0.5)
     (tree,) = batch.tree(100, advantages=advantages, framework="torch")
     assert len(tree.token_ids) == 7
-    accumulate(model, tree, 5, recipe, tree.advantages[tree.segment_index])
+    accumulate(model, tree, 5, recipe, cast(Any, tree.advantages)[tree.segment_index])
     ours = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     model.zero_grad()
     for each, advantage in zip(batch.rows, advantages.tolist(), strict=True):

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from examples.demo.trainer import credit_rollouts
 from examples.pivots.compare import reward_at, spent_at
-from examples.pivots.trainer import credit_branches, credit_rollouts, credit_states, credit_sure_turns, find_pivots, make_forks
+from examples.pivots.trainer import credit_branches, credit_states, credit_sure_turns, find_pivots, make_forks
 from reconstruct.records import pack_ids, pack_logprobs
 from reconstruct.trajectory import Trajectory
 from tests.support.sessions.training_rows import groups, trajectory
@@ -28,7 +29,12 @@ def row(name: str, sure: list[float], reward: float, pivot: int | None = None) -
             mask[at], logprobs[at] = 1, logprob
     fields: dict[str, Any] = {} if pivot is None else {"metadata": {"replay": {"session_id": "o", "pivot": pivot}}}
     calls = tuple(f"{name}-{number}" for number in range(len(TRAINED)))
-    given = {"token_ids": pack_ids(IDS), "loss_mask": mask, "logprobs": pack_logprobs(logprobs), "call_ids": calls}
+    given: dict[str, Any] = {
+        "token_ids": pack_ids(IDS),
+        "loss_mask": mask,
+        "logprobs": pack_logprobs(logprobs),
+        "call_ids": calls,
+    }
     return trajectory(name, reward=reward, weight_versions=(), **given, **fields)
 
 

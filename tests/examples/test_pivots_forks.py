@@ -292,7 +292,7 @@ def test_a_rollouts_first_failure_is_its_pivot() -> None:
     assert find_first_failure([False, False], [0, 0]).tolist() == []
     for find in (find_uncertain, find_first_failure):
         with pytest.raises(ValueError, match="shapes"):
-            find([0, 1], [0])  # type: ignore[operator]
+            find([0, 1], [0])
 
 
 def test_a_turn_failed_if_its_reward_says_so_or_its_tool_call_cannot_be_read() -> None:

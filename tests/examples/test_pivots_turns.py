@@ -118,7 +118,7 @@ def test_values_of_turns_lie_on_their_tokens_packed_and_cut() -> None:
 def test_values_of_turns_lie_on_their_tokens_in_a_tree() -> None:
     """a: 0 | 11 12 | 0 | 13. b: 0 | 11 | 4 | 14: one trained token that both rows share, with a value of each."""
     mask = np.array([0, 1, 0, 1], dtype=np.int8)
-    other = {"token_ids": pack_ids([0, 11, 4, 14]), "loss_mask": mask, "logprobs": pack_logprobs(mask * -0.5)}
+    other: dict[str, Any] = {"token_ids": pack_ids([0, 11, 4, 14]), "loss_mask": mask, "logprobs": pack_logprobs(mask * -0.5)}
     batch = batch_of(talk("a", 1.0), trajectory("b", weight_versions=(), **other))
     turns = turns_of(batch.rows)
     (data,) = batch.tree(10)

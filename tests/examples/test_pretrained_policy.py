@@ -59,9 +59,9 @@ def test_the_gradient_on_trees_is_the_sum_of_those_on_single_rows(token_budget: 
     policy, single = Policy(model_dir, recipe), Policy(model_dir, recipe).model
     batch = rewarded(policy)
     advantages = batch.advantages(grpo)
-    trees = [batch.tree(100, rows=[at], advantages=advantages, framework="torch")[0] for at in range(len(batch))]
+    trees: list[Any] = [batch.tree(100, rows=[at], advantages=advantages, framework="torch")[0] for at in range(len(batch))]
     sampled = sum(len(tree.trained_index) for tree in trees)
-    loss = sum(accumulate(single, tree, sampled, recipe, tree.advantages[tree.segment_index])["loss"] for tree in trees)
+    loss = sum((accumulate(single, tree, sampled, recipe, tree.advantages[tree.segment_index])["loss"] for tree in trees), 0.0)
     learned = policy.reinforce(batch, advantages)
     assert learned["loss"] == pytest.approx(loss / sampled, abs=1e-6)
     assert (learned["learned_groups"], learned["learned_tokens"]) == (1, sampled)
@@ -73,7 +73,7 @@ def test_groups_that_teach_make_one_step_and_the_others_change_nothing(model_dir
     """The weights are those of a step on the two groups alone."""
     policy, other = (Policy(model_dir, Recipe(1e-3, entropy_bonus=0.0)) for _ in range(2))
     said = {"x": {"a": [11, 12, 13], "b": [14]}, "y": {"c": [15, 12], "d": [16, 17, 18, 19]}, "z": {"e": [12], "f": [13]}}
-    made = []
+    made: list[Any] = []
     for name, of in said.items():
         made += groups([row(policy, each, ids, float(each in "acef"), name) for each, ids in of.items()])
     every, teaching = Batch(made, 0), Batch(made[:2], 0)

@@ -6,6 +6,7 @@ import io
 import random
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,9 @@ def test_the_red_square_is_where_the_target_is() -> None:
 
     for screen in every_screen():
         picture = Image.open(io.BytesIO(draw(screen)))
-        middles = [picture.getpixel((at % 2 * SIDE + SIDE // 2, at // 2 * SIDE + SIDE // 2)) for at in range(SQUARES)]
+        middles: list[Any] = [
+            picture.getpixel((at % 2 * SIDE + SIDE // 2, at // 2 * SIDE + SIDE // 2)) for at in range(SQUARES)
+        ]
         reddest = max(range(SQUARES), key=lambda at: middles[at][0] - middles[at][1] - middles[at][2])
         assert reddest + 1 == find_target(screen)
 

@@ -121,9 +121,9 @@ def test_the_address_of_the_store_is_understood(name: str, kind: str, places: An
 
 def test_every_flag_is_one_of_its_command() -> None:
     """Other than by starting it: a node refuses a runtime that its machine lacks."""
+    main: Any = get_command(app)
     known = {
-        command: {opt for parameter in get_command(app).commands[command].params for opt in parameter.opts}
-        for command in ("serve", "node")
+        command: {opt for parameter in main.commands[command].params for opt in parameter.opts} for command in ("serve", "node")
     }
     for _, values in NAMED:
         for one in (each for name in ("proxy", "node") for each in each_container(values, name)):
@@ -153,7 +153,7 @@ def test_the_engine_is_started_as_verbatim_starts_its_own(device: Any) -> None:
 
 
 def routes() -> set[str]:
-    made = create_app(Settings(engine=[], redis="redis://127.0.0.1:1"), partial(add_rollouts, KNOWN))
+    made: Any = create_app(Settings(engine=[], redis="redis://127.0.0.1:1"), partial(add_rollouts, KNOWN))
     paths: set[str] = set(made._control.openapi()["paths"])
     return paths
 

@@ -76,7 +76,7 @@ def test_a_reply_that_something_continues_was_delivered_whatever_was_noted() -> 
 
 def test_the_choices_of_one_request_are_delivered_together() -> None:
     """c1 and c2 are choices of one request, and c3 goes on from c1: the harness had c2 as well."""
-    first = {"started_at": 1.0, "digest": b"n is 2"}
+    first: dict[str, Any] = {"started_at": 1.0, "digest": b"n is 2"}
     calls = [attempt("c1", **first), attempt("c2", **first), attempt("c3", "c1", fingerprint=b"the next history")]
     assert find_attempts(Forest(calls[:2]), set()) == {"c1", "c2"}
     assert find_attempts(Forest(calls), {"c3"}) == set()

@@ -7,7 +7,7 @@ ids below 10 are the special tokens. Each template has one family's way of endin
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from reconstruct.messages import split_thought
 from reconstruct.prompt import Bridge, Rendering, SampledReply, Unproven, derive, turn_end
 from reconstruct.records import Ids, pack_ids
 
-Message = dict[str, Any]
+Message = Mapping[str, Any]
 T = TypeVar("T")
 
 SYSTEM, USER, TOOL, BOT, END, THINK, UNTHINK, CALL, EOM = range(1, 10)

@@ -289,7 +289,7 @@ def batch() -> Batch:
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_rows_have_the_details_at_their_tokens(framework: Any, side: Any) -> None:
-    data = batch().padded(side=side, framework=framework)
+    data: Any = batch().padded(side=side, framework=framework)
     details = batch().rows[0].details
     assert details is not None
     assert data.top_token_ids.shape == data.top_logprobs.shape == (2, 7, K)
@@ -300,7 +300,7 @@ def test_padded_rows_have_the_details_at_their_tokens(framework: Any, side: Any)
 
 
 def test_packed_rows_have_the_details_at_their_tokens() -> None:
-    (data,) = batch().packed(token_budget=100)
+    data: Any = batch().packed(token_budget=100)[0]
     details = batch().rows[0].details
     assert details is not None
     np.testing.assert_array_equal(data.routed_experts[:7], details.routed_experts)
@@ -309,7 +309,7 @@ def test_packed_rows_have_the_details_at_their_tokens() -> None:
 
 
 def test_a_row_that_is_cut_loses_the_end_of_its_details() -> None:
-    data = batch().padded(max_length=5, truncate=True)
+    data: Any = batch().padded(max_length=5, truncate=True)
     details = batch().rows[0].details
     assert details is not None
     np.testing.assert_array_equal(
@@ -422,7 +422,7 @@ def test_a_builder_that_says_another_mode_is_refused() -> None:
 def test_rows_of_different_modes_are_put_into_one_array_only_on_request() -> None:
     rows = [trajectory("a", mode="raw"), trajectory("b", mode="masked")]
     both = Batch(groups(rows), weight_version=5)
-    assert both.logprob_modes == ({"raw"}, {"masked"})
+    assert [*both.logprob_modes] == [{"raw"}, {"masked"}]
     for arrange in (both.padded, lambda: both.packed(token_budget=100), lambda: both.tree(token_budget=100)):
         with pytest.raises(MixedLogprobModes, match=r"masked \(as in trajectory 'b'\), raw .*logprob_modes=\['raw'\]"):
             arrange()

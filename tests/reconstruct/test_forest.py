@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 
 from reconstruct.codec import encode
 from reconstruct.errors import LengthMismatch, UnknownParent
-from reconstruct.records import Forest, shared_length
+from reconstruct.records import Call, Forest, shared_length
 from tests.support.sessions.calls import Talk, call, tell
 
 
@@ -136,7 +137,7 @@ def test_adding_a_call_again_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("named", [{"parent": "c9"}, {"base": "c9"}])
-def test_a_parent_or_base_that_is_not_there_is_refused_by_name(named: dict[str, str]) -> None:
+def test_a_parent_or_base_that_is_not_there_is_refused_by_name(named: dict[str, Any]) -> None:
     forest = Forest([call("c1", delta=[1], said=[2])])
     with pytest.raises(UnknownParent, match=r"call c9 is not in the session \(session s, call c2\)"):
         forest.add(call("c2", delta=[1], said=[2], **named))
@@ -209,12 +210,12 @@ def test_ten_thousand_roots_each_leaning_on_the_one_before_are_read_in_a_step_ea
     assert len(looked_up) < 10
 
 
-class _CountedLookups(dict):  # type: ignore[type-arg]
-    def __init__(self, calls: dict[str, object], looked_up: list[str]) -> None:
+class _CountedLookups(dict[str, Call]):
+    def __init__(self, calls: dict[str, Call], looked_up: list[str]) -> None:
         super().__init__(calls)
         self.looked_up = looked_up
 
-    def __getitem__(self, call_id: str) -> object:
+    def __getitem__(self, call_id: str) -> Call:
         self.looked_up.append(call_id)
         return super().__getitem__(call_id)
 

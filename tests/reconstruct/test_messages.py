@@ -234,7 +234,7 @@ def test_a_changed_reply_is_an_edit() -> None:
 )
 def test_dropped_or_trimmed_reasoning_is_the_same_reply_other_is_not(key: str, replayed: str | None, used: str | None) -> None:
     """The fingerprint leaves the reasoning out, so that a replay without it finds its call; the projection then compares it."""
-    sent, back = assistant("yes", reasoning_content="think"), assistant("yes", **{key: replayed})
+    sent, back = assistant("yes", reasoning_content="think"), {**assistant("yes"), key: replayed}
     assert projection(sent, back) == used
     assert same([sent], [back])
 

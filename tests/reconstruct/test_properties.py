@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -310,7 +310,7 @@ def test_rows_with_anything_changed_are_refused(drawn: Drawn, data: st.DataObjec
     array: np.ndarray[Any, Any] = getattr(rows[at], name).copy()
     position = data.draw(st.integers(0, len(array) - 1))
     array[position] = 1 - array[position] if name == "loss_mask" else array[position] - 1
-    changed = [*rows[:at], replace(rows[at], **{name: array}), *rows[at + 1 :]]
+    changed = [*rows[:at], replace(rows[at], **cast(Any, {name: array})), *rows[at + 1 :]]
     missing_or_doubled = [[*rows[:at], *rows[at + 1 :]], [*rows, rows[at]]] if rows[at].loss_mask.any() else []
     for broken in (changed, *missing_or_doubled):
         try:

@@ -178,7 +178,13 @@ def test_no_prompt_makes_a_side_call(task: str) -> None:
         assert find_purpose(marks) == ("main", "", "inferred")
 
 
-PIECES = ("context checkpoint compaction", "detailed summary of ", "the conversation", "this conversation", "summarize the ")
+PIECES: tuple[str, ...] = (
+    "context checkpoint compaction",
+    "detailed summary of ",
+    "the conversation",
+    "this conversation",
+    "summarize the ",
+)
 PIECES += ("summari\u017fe our ", "chat", "CONTEXT CHECKPO\u0130NT COMPACTION", "<state_snapshot>", "\u212aey", " ", "\n")
 PIECES += ("CRITICAL: Respond with TEXT ONLY. Do NOT call any tools.", " detailed summary of th", "stra\u00dfe", "plain text")
 WITHOUT_WORDS = tuple(replace(rule, text=rule.text + "(?:)") for rule in LABELS)
@@ -622,7 +628,7 @@ def test_a_retried_first_turn_loses_nothing_afterwards(engine: ScriptedEngine, s
     for chosen in (0, 1):
         session = service.session()
         engine.say("hello", "world", "fish", "sing")
-        headers = ({}, {"x-stainless-retry-count": "1"})
+        headers: tuple[dict[str, str], ...] = ({}, {"x-stainless-retry-count": "1"})
         replies = [post(session, {"messages": asked("q")}, **headers[n]).json()["choices"][0]["message"] for n in (0, 1)]
         messages = asked("q")
         for message in (replies[chosen], None):

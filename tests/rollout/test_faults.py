@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import tarfile
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path, PurePosixPath
@@ -37,7 +38,7 @@ from rollout.runtimes.base import Executed, Runtime
 from rollout.runtimes.command_runtime import CommandRuntime
 from rollout.stages import Slots, Stage, within
 from rollout.steps import check_run, remove
-from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine
+from tests.support.engine.scripted_engine import Fail, Reply, Say, ScriptedEngine
 from tests.support.runtimes.rollout_nodes import (
     ASK,
     SECONDS,
@@ -345,7 +346,7 @@ JUDGED = EvaluatorSpec("llm_judge", {"rubric": "10 for a greeting", "model": "po
 
 async def test_a_judge_whose_engine_fails_a_call_is_asked_again(world: World, engine: ScriptedEngine) -> None:
     """The agent's work is done: it must not be lost to a replica that restarts."""
-    replies = iter([Say("hello world"), Fail(), Fail(), Say('{"score": 10}')])
+    replies: Iterator[Reply] = iter([Say("hello world"), Fail(), Fail(), Say('{"score": 10}')])
     engine.script = lambda generation, index: next(replies)
     (state,) = await world.run(a_task(evaluator=JUDGED))
     assert (state.status, state.attempt, state.failures) == ("completed", 1, ())

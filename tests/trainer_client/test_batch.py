@@ -118,7 +118,7 @@ def test_packed_rows_lie_end_to_end() -> None:
     assert data.segment_index.tolist() == [0, 0, 0, 0, 0, 1, 1]
     assert data.weight_versions.tolist() == [-1, -1, 5, 5, 6, -1, 7]
     assert (data.cu_seqlens.tolist(), data.max_seqlen) == ([0, 5, 7], 5)
-    assert data.advantages[data.segment_index].tolist() == [10, 10, 10, 10, 10, 20, 20]
+    assert np.asarray(data.advantages)[data.segment_index].tolist() == [10, 10, 10, 10, 10, 20, 20]
 
 
 def test_packing_fills_the_first_sequence_with_room() -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import msgpack
@@ -341,7 +342,7 @@ def test_a_mask_adds_up_by_whichever_sum(service: ScriptedService, client: Train
     assert sum(row.loss_mask) == row.loss_mask.sum() == 200
 
 
-BROKEN = {
+BROKEN: dict[str, dict[str, Any]] = {
     "lengths": {"logprobs": np.zeros(3, np.float32)},
     "no finite logprob": {"logprobs": np.array([0, 0, -1, np.nan], np.float32)},
     "has a logprob": {"logprobs": np.array([0, -2, -1, -1], np.float32)},

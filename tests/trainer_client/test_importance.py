@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ def test_ratios_of_a_half_and_two() -> None:
     # log r = -log 2 and log 2: mean r 1.25; (2.5)² / (2 * 4.25); k3: (0.5 - 1 + log 2 + 2 - 1 - log 2) / 2
     found = ratio_statistics(log_ratios([-math.log(2), 0.0], [0.0, -math.log(2)], [True, True]))
     assert found["ratio_mean"] == pytest.approx(1.25)
-    assert (found["ratio_min"], found["ratio_max"]) == (pytest.approx(0.5), pytest.approx(2))
+    assert (found["ratio_min"], found["ratio_max"]) == pytest.approx((0.5, 2))
     assert found["effective_sample_size"] == pytest.approx(6.25 / 8.5)
     assert found["kl_k1"] == pytest.approx(0) and found["kl_k2"] == pytest.approx(math.log(2) ** 2 / 2)
     assert found["kl_k3"] == pytest.approx(0.25)
@@ -174,12 +175,13 @@ def leased() -> Batch:
 @pytest.mark.parametrize("form", ["padded", "packed", "torch", "left"])
 def test_a_batch_is_told_apart_by_staleness_and_role(form: str) -> None:
     batch = leased()
-    data: Any = {
+    forms: dict[str, Callable[[], Any]] = {
         "padded": lambda: batch.padded(),
         "left": lambda: batch.padded(rows=[1, 0], side="left"),
         "torch": lambda: batch.padded(framework="torch", multiple_of=4),
         "packed": lambda: batch.packed(9)[0],
-    }[form]()
+    }
+    data = forms[form]()
     trainer = data.inference_logprobs + math.log(2)  # every ratio is 2
     if form == "torch":
         trainer = trainer.to(torch.bfloat16).requires_grad_()

@@ -63,7 +63,7 @@ def test_each_token_is_scored_by_what_the_model_says_after_the_one_before_it() -
     table = torch.tensor([[0.0, 1.0, 2.0], [5.0, 3.0, 4.0], [6.0, 8.0, 7.0]])
     row = trajectory(prompt=[0], versions=(5, 5), token_ids=np.array([0, 2, 1], dtype=np.int32))
     said = torch.log_softmax(table, dim=-1)
-    np.testing.assert_allclose(recompute(Table(table), row), [0.0, said[0, 2], said[2, 1]], rtol=1e-6)
+    np.testing.assert_allclose(recompute(Table(table), row), [0.0, float(said[0, 2]), float(said[2, 1])], rtol=1e-6)
 
 
 # On trees

@@ -153,7 +153,7 @@ def batches(draw: st.DrawFn) -> Batch:
     rows: list[Trajectory] = []
     for at in range(draw(st.integers(1, 7))):
         ids = draw(st.lists(st.integers(0, 15), min_size=1, max_size=6))
-        if rows and draw(st.booleans()):
+        if bool(rows) and draw(st.booleans()):
             base = draw(st.sampled_from(rows)).token_ids.tolist()
             ids = base[: draw(st.integers(1, len(base)))] + ids
         trained = sorted(draw(st.sets(st.integers(1, len(ids) - 1)))) if len(ids) > 1 else []
@@ -207,8 +207,8 @@ def test_the_blocks_are_those_of_the_dense_mask(batch: Batch, size: int) -> None
     dense[: len(data.token_ids), : len(data.token_ids)] = data.dense_mask()
     attended = dense.reshape(count, size, count, size).any(axis=(1, 3))
     assert (blocks.to_dense()[0, 0].numpy().astype(bool) == attended).all()
-    index = torch.arange(len(data.token_ids))
-    assert blocks.mask_mod(0, 0, index[:, None], index[None, :]).tolist() == data.dense_mask().tolist()
+    index, zero = torch.arange(len(data.token_ids)), torch.tensor(0)
+    assert blocks.mask_mod(zero, zero, index[:, None], index[None, :]).tolist() == data.dense_mask().tolist()
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -10,6 +10,7 @@ import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -202,7 +203,7 @@ def test_what_is_no_certificate_with_its_key_is_refused_in_one_sentence(tmp_path
     empty = tmp_path / "empty.pem"
     empty.write_text("")
     nowhere = tmp_path / "nowhere.pem"
-    refused = {
+    refused: dict[str, list[tuple[Any, ...]]] = {
         "belong together": [("--tls-cert", str(cert)), ("--tls-key", str(key))],
         "not the certificate's": [flags(cert, other)],
         "encrypted": [flags(cert, hidden)],

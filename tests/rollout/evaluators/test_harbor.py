@@ -243,7 +243,8 @@ def test_a_link_out_of_the_folder_is_not_followed(path: str, how: str, folder: P
     outside, link = tmp_path / "outside", folder / path
     shutil.copytree(folder, outside)
     (outside / "tests" / "secret").write_text("of the machine")
-    link.parent.mkdir(exist_ok=True), (outside / link.parent.relative_to(folder)).mkdir(exist_ok=True)
+    for each in (link.parent, outside / link.parent.relative_to(folder)):
+        each.mkdir(exist_ok=True)
     (outside / path).touch()
     link.unlink(missing_ok=True)
     if how == "a file":

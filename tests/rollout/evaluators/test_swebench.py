@@ -165,7 +165,7 @@ async def test_a_repository_that_the_agent_began_inside_is_carried_as_a_folder(p
     """git adds none without a commit. One with a commit is a link without content, which a patch shows as that."""
     (place.result / "slugs.py").write_text(FIXED)
     for name in ("tried", "tried/inside"):
-        await asyncio.to_thread(subprocess.run, ["git", "init", "-q", place.result / name], check=True)
+        await asyncio.to_thread(subprocess.run, ["git", "init", "-q", str(place.result / name)], check=True)
         (place.result / name / "notes").write_text("tried")
     assert (await place.evaluated(place.options())).reward == 1.0
     assert place.testbed("tried/inside/notes").read_text() == "tried"

@@ -188,7 +188,8 @@ def test_what_is_accepted_changes_nothing_outside_whoever_unpacks_it(entries: Se
     for extract in (extract_carelessly, extract_by_tar):
         with tempfile.TemporaryDirectory() as top:
             outside, folder = Path(top, "outside"), Path(top, "in", "unpacked")
-            outside.mkdir(), folder.mkdir(parents=True)
+            outside.mkdir()
+            folder.mkdir(parents=True)
             (outside / "kept").write_bytes(b"old")
             archive = made_of(entries, str(outside))
             before = see(Path(top), folder)

@@ -6,6 +6,7 @@ import asyncio
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,7 +65,7 @@ class Place:
 
     async def install(self, install: Install, name: str, spec: RuntimeSpec = SPEC) -> Installed:
         logs = Logs(self.folder / "install.out", self.folder / "install.err")
-        return await self.installs.install(self.engine, spec, install, name, PROXY, logs)
+        return await self.installs.install(self.engine, spec, install, name, PROXY, logs)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ async def test_what_is_there_anyway_or_fails_leaves_the_spec_as_it_is_and_why_is
 
 async def test_the_layers_that_were_unused_for_longest_are_removed_but_none_in_use(place: Place) -> None:
     """Two are kept. The fourth is made when all others are old, one is in use, and the first was used again a moment ago."""
-    layers = []
+    layers: list[Any] = []
     for number in range(4):
         command = place.folder / f"agent-{number}"
         if number == 3:

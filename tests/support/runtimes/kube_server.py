@@ -75,8 +75,8 @@ class Machine:
             return
         await self.contained(pod, waiting={"reason": "ContainerCreating"})
         if container["image"] == "missing":
-            for reason in ("ErrImagePull", "ImagePullBackOff"):
-                await self.contained(pod, waiting={"reason": reason, "message": "there is no image of that name"})
+            for why in ("ErrImagePull", "ImagePullBackOff"):
+                await self.contained(pod, waiting={"reason": why, "message": "there is no image of that name"})
             return
         if container["image"] == "ends":
             await self.tell("MODIFIED", pod, phase="Failed")

@@ -72,5 +72,7 @@ def test_an_agents_output_names_the_sampled_stretches(batch: Batch) -> None:
         mask = np.zeros(len(output["observation_tokens"]), dtype=int)
         for start, end in output["action_ranges"]:
             mask[start:end] = 1
-        assert read(output["observation_tokens"], mask, output["rollout_log_probs"]) == without_versions(expected(split.row))
+        assert read(output["observation_tokens"], mask.tolist(), output["rollout_log_probs"]) == without_versions(
+            expected(split.row)
+        )
         assert output["reward"] == split.row.reward

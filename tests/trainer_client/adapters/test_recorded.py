@@ -175,10 +175,10 @@ def test_a_training_sample_survives_the_wire_of_prime_rl() -> None:
     # The real class is a msgspec struct that travels as an array: the order of the fields counts.
     fields = {name: kind for name, kind in recorded_annotations("prime_rl.TrainingSample").items() if "Tensor" not in kind}
     plain = [(name, Any if "Experts" in kind else eval(kind), None) for name, kind in fields.items()]
-    struct = msgspec.defstruct("TrainingSample", plain, array_like=True, omit_defaults=True)
+    struct: Any = msgspec.defstruct("TrainingSample", plain, array_like=True, omit_defaults=True)
     batch = batch_of([two_turns()])
     (sample,) = training_samples(batch, struct, [0.5], env_name="swe")
-    (back,) = msgspec.msgpack.Decoder(list[struct]).decode(msgspec.msgpack.encode([sample]))  # type: ignore[valid-type]
+    back: Any = msgspec.msgpack.Decoder(list[struct]).decode(msgspec.msgpack.encode([sample]))[0]
     assert back == sample and back.logprobs == [0, 0, -0.5, -1.0, 0, 0, -1.5, 0]
 
 

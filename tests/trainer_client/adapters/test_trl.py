@@ -83,7 +83,7 @@ def rowed(recorded: dict[str, Any]) -> tuple[int, ...]:
     return tuple(recorded["token_ids"])
 
 
-class Watch(TrainerCallback):  # type: ignore[misc]
+class Watch(TrainerCallback):
     """What the service says at points of a step, before the step's acknowledgement."""
 
     def __init__(self, service: RunningService) -> None:
@@ -104,7 +104,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.look("end of the step")
 
 
-class Fails(TrainerCallback):  # type: ignore[misc]
+class Fails(TrainerCallback):
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         raise ZeroDivisionError
 
@@ -213,7 +213,7 @@ def test_a_step_that_raises_gives_the_lease_back_and_publishes_nothing(
 def test_weights_that_are_not_published_leave_the_lease_unacknowledged(
     folder: Path, service: RunningService, client: TrainerClient, rows: LeasedRows, tmp_path: Path
 ) -> None:
-    class Meddles(TrainerCallback):  # type: ignore[misc]
+    class Meddles(TrainerCallback):
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
             client.publish(folder, 1)
 
@@ -254,7 +254,7 @@ def test_rows_that_do_not_fit_are_in_the_next_batch_and_given_back_if_there_is_n
 def test_rows_that_are_closed_end_the_training_with_an_error(
     folder: Path, service: RunningService, rows: LeasedRows, tmp_path: Path
 ) -> None:
-    class Closes(TrainerCallback):  # type: ignore[misc]
+    class Closes(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             rows.close()
 
@@ -284,7 +284,7 @@ class Sharded(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.weight.ds_id = 0  # type: ignore[assignment]
+        self.weight.ds_id = 0  # type: ignore[attr-defined]
 
 
 class Adapted(torch.nn.Linear):

@@ -125,7 +125,7 @@ def test_a_step_trains_the_recorded_logprobs_publishes_and_then_acknowledges(
         finish(service, name, [1.0, 0.0])
     seen: list[tuple[dict[str, int], int]] = []
 
-    class Looks(TrainerCallback):  # type: ignore[misc]
+    class Looks(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             seen.append((groups(service), client.weights()["current"]["version"]))
 
@@ -152,7 +152,7 @@ def test_rows_are_packed_into_the_token_budget_with_shared_beginnings_once(
     finish(service, "g1", [1.0, 0.0, 0.0])
     finish(service, "g2", [3.0, 0.0])
     finish(service, "g3", [1.0] + [0.0] * 14)
-    with TrainerClient(service.url, TRAINER) as looker, looker.lease(max_groups=3) as batch:  # type: ignore[union-attr]
+    with TrainerClient(service.url, TRAINER) as looker, looker.lease(max_groups=3) as batch:
         longest = max(len(row.token_ids) for row in batch.rows)
         batch.nack()
     with Leased(service, max_length=5 * longest) as rows:
@@ -185,7 +185,7 @@ def test_rows_as_old_as_is_allowed_are_trained(
 def test_an_error_gives_back_and_publishes_nothing(
     folder: Path, service: RunningService, client: TrainerClient, tmp_path: Path
 ) -> None:
-    class Fails(TrainerCallback):  # type: ignore[misc]
+    class Fails(TrainerCallback):
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
             raise ZeroDivisionError
 
@@ -201,7 +201,7 @@ def test_an_error_gives_back_and_publishes_nothing(
 def test_weights_of_another_publisher_end_the_training_without_an_acknowledgement(
     folder: Path, service: RunningService, client: TrainerClient, tmp_path: Path
 ) -> None:
-    class Meddles(TrainerCallback):  # type: ignore[misc]
+    class Meddles(TrainerCallback):
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
             client.publish(folder, 1)
 
@@ -215,7 +215,7 @@ def test_weights_of_another_publisher_end_the_training_without_an_acknowledgemen
 def test_rows_that_are_closed_end_the_training_with_an_error(
     folder: Path, service: RunningService, client: TrainerClient, tmp_path: Path
 ) -> None:
-    class Closes(TrainerCallback):  # type: ignore[misc]
+    class Closes(TrainerCallback):
         def on_log(self, *_: Any, **__: Any) -> None:
             rows.close()
 

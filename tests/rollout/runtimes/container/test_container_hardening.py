@@ -14,7 +14,8 @@ import pytest_asyncio
 
 from contract.tasks import RuntimeSpec
 from rollout.runtimes.base import BadRuntime, Install, Logs, Runtime, RuntimeFailed
-from rollout.runtimes.container.runtime import LABEL, ROOTS, ContainerKind, ContainerRuntime, Engine
+from rollout.runtimes.container.engine import Engine
+from rollout.runtimes.container.runtime import LABEL, ROOTS, ContainerKind, ContainerRuntime
 from rollout.runtimes.local.resources import PIDS
 from rollout.runtimes.settings import read_environment
 from tests.support.runtimes.runtime_places import NOWHERE, Place, answering, contained, out, python, shell
