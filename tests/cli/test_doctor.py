@@ -145,8 +145,8 @@ def test_a_harness_of_another_version_is_a_note_and_a_missing_one_none(tmp_path:
     assert check_harness(definition) is None
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     same, other = check_harness(definition), check_harness(parse({**given, "version": "1.3.0"}, "atool"))
-    assert same is not None and same.state == "ok" and "1.2.3" in same.found
-    assert other is not None and other.state == "note" and "tested with 1.3.0" in other.advice
+    assert same.state == "ok" and "1.2.3" in same.found
+    assert other.state == "note" and "tested with 1.3.0" in other.advice
 
 
 def test_a_folder_that_nobody_may_write_is_found(tmp_path: Path) -> None:

@@ -457,7 +457,6 @@ def held_back(service: RunningService) -> Iterator[subprocess.Popen[str]]:
         text=True,
     ) as process:
         try:
-            assert process.stderr is not None
             said = process.stderr.readline()
             assert said.startswith("verbatim: waiting until the service accepts a new session: 1 groups wait"), said
             yield process

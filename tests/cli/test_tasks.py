@@ -139,7 +139,6 @@ def test_tasks_come_from_standard_input_too(fresh: RunningService) -> None:
 def test_waiting_ends_with_the_tasks(fresh: RunningService, redis_server: RedisServer, tmp_path: Path) -> None:
     file = lines(tmp_path / "tasks.jsonl", {"task_id": "a", "num_samples": 2}, {"task_id": "b"})
     waiting = begin(fresh, "submit", file, "--wait")
-    assert waiting.stdout is not None
     assert [waiting.stdout.readline() for _ in "ab"] == ["a\n", "b\n"]
     work_off(redis_server, 3, Verdict("failed"))
     _, stderr = waiting.communicate(timeout=SECONDS)
@@ -176,7 +175,6 @@ def test_a_terminal_sees_how_many_rollouts_have_ended(fresh: RunningService, red
 def test_watching_tells_what_happens_until_the_end(fresh: RunningService, redis_server: RedisServer) -> None:
     submit(fresh, task_id="a")
     watching = begin(fresh, "watch", "a")
-    assert watching.stdout is not None
     assert "task.created" in watching.stdout.readline()
     work_off(redis_server, 1)
     stdout, stderr = watching.communicate(timeout=SECONDS)
@@ -191,9 +189,8 @@ def test_watching_and_waiting_outlive_a_server_that_is_replaced(redis_server: Re
     redis_server.flushall()
     with serving_tasks(redis_server.url, grace_seconds=1) as first:
         waiting = begin(first, "submit", lines(tmp_path / "tasks.jsonl", {"task_id": "a"}), "--wait")
-        assert waiting.stdout is not None and waiting.stdout.readline() == "a\n"
+        assert waiting.stdout.readline() == "a\n"
         watching = begin(first, "watch", "a")
-        assert watching.stdout is not None
         assert "task.created" in watching.stdout.readline()
         port = httpx.URL(first.url).port or 0
     again = RunningService("http://127.0.0.1:9", redis_server.url, adding=first.adding, engine_api="chat")
@@ -208,7 +205,7 @@ def test_watching_and_waiting_outlive_a_server_that_is_replaced(redis_server: Re
 
 def test_who_waits_may_stop_and_the_tasks_go_on(fresh: RunningService, tmp_path: Path) -> None:
     waiting = begin(fresh, "submit", lines(tmp_path / "tasks.jsonl", {"task_id": "a"}), "--wait")
-    assert waiting.stdout is not None and waiting.stdout.readline() == "a\n"
+    assert waiting.stdout.readline() == "a\n"
     waiting.send_signal(signal.SIGINT)
     _, stderr = waiting.communicate(timeout=SECONDS)
     assert waiting.returncode == 130

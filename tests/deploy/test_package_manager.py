@@ -60,7 +60,6 @@ def hold(lock: Path) -> Iterator[None]:
 def test_whoever_locks_the_package_manager_is_waited_for_and_named(folder: Path, lock: str, command: list[str]) -> None:
     with hold(folder / lock):
         waiting = start(folder, *command)
-        assert waiting.stderr is not None
         line = waiting.stderr.readline()
     assert line.startswith(
         f"apt-get {' '.join(command)}: waiting up to 600 s for another process. Could not get lock {folder / lock}."

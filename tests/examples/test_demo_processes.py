@@ -70,7 +70,6 @@ async def test_the_end_of_the_block_ends_the_child_and_its_children(tmp_path: Pa
     log = tmp_path / "log"
     async with child(HAS_A_CHILD, log) as process:
         await written(log)
-        assert process.process is not None
         pids = [process.process.pid, int(log.read_text())]
         assert all(map(is_running, pids))
     async with asyncio.timeout(60):
@@ -88,7 +87,6 @@ async def test_work_stops_as_soon_as_a_child_dies(tmp_path: Path) -> None:
             stopped.set()
 
     async with child(SLEEPS, tmp_path / "log") as process:
-        assert process.process is not None
         os.kill(process.process.pid, 15)
         with pytest.raises(ChildDied, match="signal 15"):
             await unless_one_ends(work(), process.finished())
@@ -141,7 +139,6 @@ async def main():
 asyncio.run(main())
 """
     demo = await asyncio.create_subprocess_exec(sys.executable, "-c", program, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
-    assert demo.stdout is not None
     pid = int(await demo.stdout.readline())
     demo.kill()
     await demo.wait()

@@ -22,7 +22,6 @@ def test_the_records_of_a_run_outlive_it_and_the_command_that_it_prints_shows_th
     assert not folder.exists()
     shown = subprocess.Popen(["bash", "-c", f"exec env {plan.viewer}"], env=environment(), stdout=subprocess.PIPE, text=True)
     with shown:
-        assert shown.stdout is not None
         try:
             pages = next(found[1] for line in shown.stdout if (found := re.match(r"pages: (\S+)", line)))
             page = plain_http.request("GET", f"{pages}/sessions/kept")

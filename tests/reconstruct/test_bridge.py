@@ -314,7 +314,7 @@ def tool(content: str = "r", at: int = 0) -> Message:
 )
 def test_the_turn_end_is_read_off_short_dialogues(family: Family, close: list[int]) -> None:
     found = close_of(family)
-    assert found is not None and found.tolist() == close
+    assert found.tolist() == close
 
 
 def test_a_template_that_takes_no_dialogue_of_two_speakers_has_no_turn_end() -> None:

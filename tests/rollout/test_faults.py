@@ -265,10 +265,9 @@ async def test_what_an_agents_own_tar_adds_to_what_is_collected_is_refused(
     whole = await world.submit(a_task("whole", evaluator=replace(scored, collect=("said.txt", "."))))
     async with world.node():
         (refused,), (taken,) = await world.ended(forged), await world.ended(whole)
-    assert refused.verdict is not None and refused.verdict.failure is not None
     assert (refused.verdict.failure.failure, refused.attempt) == (Failure.EVALUATOR_FAILED, 1), refused.verdict.failure.message
     assert "'conftest.py'" in refused.verdict.failure.message
-    assert taken.verdict is not None and taken.verdict.reward == 1.0
+    assert taken.verdict.reward == 1.0
 
 
 class SlowRuntime:

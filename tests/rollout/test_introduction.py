@@ -79,7 +79,6 @@ async def test_a_nodes_token_opens_no_session_but_those_of_the_rollouts_that_the
             ]
             await owner.extend(STATE, [])
             taken = await owner.take(ROOM, 30.0, "token-of-it", 0)
-            assert taken is not None
             await owner.open(taken.attempt, (), "")
             assert (await owner.load_session(taken.attempt))["status"] == "open" and await owner.list_calls(taken.attempt) == []
             forgeries = [taken.attempt, replace(taken.attempt, attempt=2), replace(taken.attempt, task_id="none")]

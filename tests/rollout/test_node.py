@@ -67,8 +67,7 @@ async def test_the_forks_of_a_rollout_are_a_group_with_rewards_of_their_own(worl
     origin = await world.submit(a_task("origin", TWO_TURNS, evaluator=begun))
     async with world.node():
         (state,) = await world.ended(origin)
-        assert state.session_id is not None
-        fork = ForkRequest(state.session_id, until=1, on_divergence="fail")
+        fork = ForkRequest(state.session_id or "", until=1, on_divergence="fail")
         forks = await world.submit(a_task("forks", TWO_TURNS, evaluator=begun, num_samples=3, fork=fork))
         states = await world.ended(forks)
         other = await world.submit(a_task("other", ASK.replace("hello", "other"), max_attempts=1, fork=fork))
@@ -99,9 +98,8 @@ async def test_a_fork_whose_replay_went_on_after_a_failure_is_scored(world: Worl
     origin = await world.submit(a_task("origin"))
     async with world.node():
         (state,) = await world.ended(origin)
-        assert state.session_id is not None
         twice = ASK.replace("hello", "other") + ASK
-        (replayed,) = await world.ended(await world.submit(a_task("fork", twice, fork=ForkRequest(state.session_id))))
+        (replayed,) = await world.ended(await world.submit(a_task("fork", twice, fork=ForkRequest(state.session_id or ""))))
     assert (replayed.status, replayed.attempt, replayed.failures) == ("completed", 1, ())
     session = world.service.request("GET", f"/sessions/{replayed.session_id}").json()
     assert session["unserved"]["code"] == "engine_failed"
@@ -110,7 +108,6 @@ async def test_a_fork_whose_replay_went_on_after_a_failure_is_scored(world: Worl
 
 async def test_what_an_agent_printed_is_kept_apart_and_whole_where_the_rollout_says(world: World) -> None:
     (state,) = await world.run(a_task(instruction=f"{ASK}\necho heard; echo complained >&2"))
-    assert state.logs is not None
     folder = Path(state.logs.partition(":")[2])
     assert (folder / "agent.out").read_text() == "heard\n"
     assert (folder / "agent.err").read_text() == "complained\n"
@@ -174,7 +171,6 @@ async def test_an_agent_that_runs_out_of_its_own_budget_is_data(world: World) ->
     async def asked(what: str) -> RolloutState:
         for seconds in (2.0, 20.0):
             state = await ended(what, seconds)
-            assert state.verdict is not None
             # On a slow machine it had not asked by then.
             if state.verdict.failure is None or state.verdict.failure.failure != Failure.NO_CALLS:
                 return state
@@ -183,9 +179,8 @@ async def test_an_agent_that_runs_out_of_its_own_budget_is_data(world: World) ->
     async with world.node():
         states = await asyncio.gather(*map(asked, rewards))
     for state, reward in zip(states, rewards.values(), strict=True):
-        assert state.verdict is not None
         assert (state.verdict.status, state.verdict.reward) == ("timeout", reward)
-        assert state.verdict.failure is not None and state.verdict.failure.failure == Failure.AGENT_TIMEOUT
+        assert state.verdict.failure.failure == Failure.AGENT_TIMEOUT
 
 
 async def test_a_cancelled_rollout_is_stopped_and_its_late_result_counts_for_nothing(world: World) -> None:

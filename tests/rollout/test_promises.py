@@ -109,7 +109,7 @@ def row_by_row(case: Any) -> dict[str, Any]:
 async def test_rewards_of_single_rows_and_feedback_reach_the_trainer_and_those_who_look(world: World) -> None:
     scored = EvaluatorSpec("python", {"entry": f"{__name__}:row_by_row"}, fresh_runtime=False)
     (state,) = await world.run(a_task(evaluator=scored))
-    assert state.verdict is not None and (state.verdict.reward, state.verdict.feedback) == (0.5, "half of it")
+    assert (state.verdict.reward, state.verdict.feedback) == (0.5, "half of it")
     assert world.service.request("GET", "/sessions/t.0.1").json()["reward_metadata"] == {"feedback": "half of it"}
     (group,) = world.service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 1}).json()["groups"]
     assert [row["reward"] for row in group["trajectories"]] == [0.75]
@@ -144,7 +144,6 @@ async def test_a_frozen_model_of_the_pool_judges_the_policy(engine: ScriptedEngi
             (state,) = await world.run(a_task(evaluator=scored))
             leased = world.service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 9}).json()
         asked = judge.last.prompt
-    assert state.verdict is not None
     assert (state.verdict.reward, state.verdict.feedback) == (0.75, "well met"), state.verdict
     assert "Is it a greeting?" in asked and "hello world" in asked
     (group,) = leased["groups"]
@@ -161,12 +160,12 @@ async def test_a_service_elsewhere_is_sent_what_an_agent_did_and_gives_its_rows_
         async with world.node():
             (state,) = await world.ended(task)
         _, received = elsewhere.received
-    assert state.verdict is not None and (state.verdict.reward, state.verdict.feedback) == (0.25, "so so"), state.verdict
+    assert (state.verdict.reward, state.verdict.feedback) == (0.25, "so so"), state.verdict
     (call,) = received.body["run"]["calls"]
     assert (received.body["session_id"], call["reply"]["content"]) == ("t.0.1", "hello world")
     with tarfile.open(fileobj=io.BytesIO(base64.b64decode(received.body["files"]))) as sent:
         held = sent.extractfile("said.txt")
-        assert held is not None and held.read() == b"hello world"
+        assert held.read() == b"hello world"
     (group,) = world.service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 1}).json()["groups"]
     assert [row["reward"] for row in group["trajectories"]] == [0.25]
 

@@ -43,14 +43,14 @@ def test_an_evaluator_that_only_looks_takes_no_runtime_of_its_own(kind: str) -> 
     assert plain.demand == (plain.runtime.cpus, plain.runtime.memory_mb)
     for asked in ({"fresh_runtime": True}, {"prepare": [{"exec": "make"}]}, {"runtime": {"cpus": 2.0}}):
         own = task({"kind": kind, "options": LOOKS[kind], **asked})
-        assert own.evaluator is not None and own.evaluator.fresh_runtime and own.demand > plain.demand
+        assert own.evaluator.fresh_runtime and own.demand > plain.demand
 
 
 def test_an_evaluator_that_runs_commands_has_a_runtime_of_its_own_unless_it_is_said() -> None:
     fresh = task({"kind": "command", "options": {"command": "make test"}})
     assert fresh.demand == (2 * fresh.runtime.cpus, 2 * fresh.runtime.memory_mb)
     left = task({"kind": "command", "options": {"command": "make test"}, "fresh_runtime": False, "runtime": {"cpus": 4.0}})
-    assert left.evaluator is not None and left.evaluator.runtime is None and left.demand == (1.0, 1024)
+    assert left.evaluator.runtime is None and left.demand == (1.0, 1024)
 
 
 def node(name: str, cpus: float = 4.0, memory_mb: int = 4096, **more: Any) -> NodeState:

@@ -153,7 +153,7 @@ def test_the_stored_names_of_fields_are_no_names_in_json() -> None:
 def test_an_outline_holds_everything_but_what_was_uploaded() -> None:
     short = outline(TASK)
     assert short.prepare == TASK.prepare and short.harness.skills[0].content == b""
-    assert short.evaluator is not None and short.evaluator.prepare == (Upload("hidden.py", b""),)
+    assert short.evaluator.prepare == (Upload("hidden.py", b""),)
 
 
 def test_an_early_stop_makes_do_with_the_samples_it_wants() -> None:

@@ -66,7 +66,7 @@ def test_a_folder_becomes_a_task(folder: Path) -> None:
     assert task.runtime == RuntimeSpec("docker", "built:1", memory_mb=2048, network="full", workdir="/app")
     assert (task.budgets.agent, task.budgets.evaluation, task.environment) == (900.0, 240.0, {"LEVEL": "3"})
     assert task.metadata["terminal_bench"]["category"] == "file-operations"
-    assert task.evaluator is not None and task.evaluator.options["env"] == {"LEVEL": "3"}
+    assert task.evaluator.options["env"] == {"LEVEL": "3"}
     assert sorted(task.evaluator.options["tests"]) == ["run-tests.sh", "summary.txt", "test.sh"]
     check("harbor", dict(task.evaluator.options), task)
 
@@ -138,6 +138,5 @@ async def runtime(tmp_path: Path) -> AsyncIterator[PlainRuntime]:
 async def test_the_verdict_is_that_of_pytests_summary(runtime: PlainRuntime, folder: Path, said: str, reward: float) -> None:
     (folder / "tests" / "summary.txt").write_text(said + "\n")
     task = loaded(folder)
-    assert task.evaluator is not None
     score: Score = await load("harbor").evaluate(case_of(runtime, dict(task.evaluator.options), folder))
     assert score.reward == reward and said.splitlines()[-1] in score.feedback

@@ -230,7 +230,6 @@ def test_an_answer_that_breaks_off_is_asked_for_again_and_nothing_of_it_is_kept(
     begun = replace(lost, content=lost.content[: int(share * len(lost.content))], cut=True)
     service.script(LEASE, begun, leased([trajectory("t1")], [trajectory("t3")], encoding=encoding))
     batch = client.lease()
-    assert batch is not None
     assert [row.trajectory_id for row in batch.rows] == ["t1", "t3"]
     assert actions(service) == ["lease"] * 2
 
@@ -320,7 +319,6 @@ def test_arrays_are_equal_in_every_encoding(service: ScriptedService, client: Tr
     sent = trajectory(prompt=[3, 151_935], versions=[4, 4, 5], reward=None)
     service.script(LEASE, leased([sent], encoding=encoding))
     batch = client.lease()
-    assert batch is not None
     (row,) = batch.rows
     for field in ("token_ids", "loss_mask", "logprobs"):
         got, expected = getattr(row, field), getattr(sent, field)
@@ -424,7 +422,6 @@ def test_several_rows_of_one_session_are_one_rollout(service: ScriptedService, c
     rows = [trajectory("a", session="s1"), trajectory("b", session="s1"), replace(trajectory("c"), session_id="s2")]
     service.script(LEASE, leased(rows, [trajectory("d")]))
     batch = client.lease()
-    assert batch is not None
     assert batch.columns.rollout_index.tolist() == [0, 0, 1, 2]
     assert batch.columns.group_index.tolist() == [0, 0, 0, 1]
     assert batch.columns.row_weight.tolist() == [0.5, 0.5, 1.0, 1.0]

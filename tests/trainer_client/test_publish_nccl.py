@@ -145,7 +145,6 @@ def test_weights_are_sent_when_every_replica_is_ready_and_become_current(
     service: RunningService, engines: list[ScriptedEngine], network: Network, publisher: NcclPublisher
 ) -> None:
     push = publisher.publish(1)
-    assert push is not None
     assert (push.applied, push.failed) == (True, {})
     assert network.sent == [["weight", "bias"]]
     assert network.all_paused == [True]
@@ -172,7 +171,7 @@ def test_parameters_vllm_does_not_list_are_unchanged(
         publisher = NcclPublisher(client._service, torch.nn.Linear(2, 3), WHERE, open_sender=network.open_shaped)
         for version in (1, 2):
             push = publisher.publish(version)
-            assert push is not None and push.applied
+            assert push.applied
         engines[1].weights.workers = 3
         publisher.publish(3)
         publisher.close()

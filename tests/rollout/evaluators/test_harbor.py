@@ -51,7 +51,6 @@ async def scripted(runtime: PlainRuntime, folder: Path, script: str, **options: 
 
 def task_options(folder: Path = FOLDER) -> dict[str, Any]:
     task = loaded(folder)
-    assert task.evaluator is not None
     check("harbor", task.evaluator.options, task)
     return dict(task.evaluator.options)
 
@@ -183,7 +182,6 @@ def test_a_folder_becomes_a_task() -> None:
     assert task.harness.mcp_servers == (McpServer("notes", command=("notes-server", "--stdio")),)
     assert task.budgets == Budgets(agent=300.0, evaluation=180.0, total=2280.0)
     assert task.metadata == {"harbor": {"task": "verbatim/slugify", "difficulty": "easy", "category": "programming"}}
-    assert task.evaluator is not None
     assert not task.evaluator.fresh_runtime
     assert task.evaluator.options["network"] == "proxy"
     assert task.evaluator.options["env"] == {"LEVEL": "strict"}
@@ -198,7 +196,6 @@ def test_an_older_folder_is_read_too(folder: Path) -> None:
     task = loaded(folder, image="built:1", task_id="mine", runtime_kind="kubernetes")
     assert task.task_id == "mine"
     assert task.runtime == RuntimeSpec("kubernetes", "built:1", memory_mb=2048, disk_mb=512, network="full", workdir="/app")
-    assert task.evaluator is not None
     assert task.evaluator.options["tests"]["data.bin"] == {"base64": "/w==", "executable": False}
     assert isinstance(task.prepare[0], Exec)
     assert loaded(folder, image="built:1").task_id == "task"

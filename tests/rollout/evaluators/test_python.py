@@ -23,7 +23,6 @@ def by_session(case: Case) -> dict[str, Any]:
 
 
 async def by_file(case: Case) -> float:
-    assert case.runtime is not None
     done = await case.runtime.exec(["cat", "reward"], timeout_seconds=60)
     return float(done.stdout)
 

@@ -38,7 +38,6 @@ class Place:
 
     def options(self, **row: Any) -> dict[str, Any]:
         task = swebench_task({**self.instance.row, **row}, HarnessSpec("pi"))
-        assert task.evaluator is not None
         check("swebench", task.evaluator.options, task)
         return dict(task.evaluator.options)
 
@@ -80,7 +79,6 @@ def grader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A program that is started as the package's process is, and asks the one process that has the package imported for all tests."""
     program = tmp_path_factory.mktemp("grader") / "python"
     with subprocess.Popen([sys.executable, "-X", "utf8", "-c", GRADER], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None
         port = int(process.stdout.readline())
         program.write_text(f"#!/bin/bash\nexec 3<>/dev/tcp/127.0.0.1/{port}\ncat >&3\ncat <&3\n")
         program.chmod(0o755)
@@ -243,7 +241,6 @@ def test_a_row_becomes_a_task_without_its_solution(instance: Instance) -> None:
     assert (task.task_id, task.num_samples, task.harness.name) == ("example__slugs-1", 4, "codex")
     assert "slug() keeps upper case" in task.instruction
     assert task.runtime == RuntimeSpec("kubernetes", row["image"], cpus=4.0, workdir="/testbed")
-    assert task.evaluator is not None
     assert task.evaluator.runtime == RuntimeSpec("kubernetes", row["image"], cpus=4.0, workdir="/agent-result", network="full")
     assert row["patch"] not in json.dumps(task.evaluator.options)
     check("swebench", task.evaluator.options, task)

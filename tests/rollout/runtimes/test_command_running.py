@@ -26,7 +26,6 @@ from tests.support.runtimes.runtime_places import SECONDS, shell, unconfined
 async def test_a_great_input_goes_to_a_command_piece_by_piece() -> None:
     """Handed over at once it is copied at once, and nothing else of the node goes on meanwhile."""
     async with start_process(["sleep", "600"], env=os.environ) as process:
-        assert process.stdin is not None
         running = asyncio.ensure_future(
             finish_process(
                 process,
@@ -149,7 +148,7 @@ def apart() -> Iterator[int]:
     """The first process of a process namespace, which ends with the block."""
     argv = ["bwrap", "--bind", "/", "/", "--unshare-pid", "--die-with-parent", "sh", "-c", "echo; exec sleep 600"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, start_new_session=True) as process:
-        assert process.stdout is not None and process.stdout.readline()
+        assert process.stdout.readline()
         (first,) = (pid for pid in processes.find_descendants([process.pid]) if processes.find_parent(pid) == process.pid)
         try:
             yield first

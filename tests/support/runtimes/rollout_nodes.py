@@ -61,7 +61,7 @@ def a_task(task_id: str = "t", instruction: str = ASK, **fields: Any) -> Task:
 
 
 def failure_of(state: RolloutState) -> FailureRecord:
-    assert state.verdict is not None and state.verdict.failure is not None, state
+    assert state.verdict.failure is not None, state
     return state.verdict.failure
 
 

@@ -208,7 +208,6 @@ def test_a_file_in_memory_counts_once_however_many_map_it() -> None:
     )
     running = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with running as process:
-        assert process.stdout is not None
         pids = [int(process.stdout.readline()) for _ in "ab"]
         used = processes.measure_memory(pids)
         assert 48 << 20 <= used < 64 << 20, used
