@@ -41,16 +41,16 @@ def test_the_tests_that_the_promises_name_exist() -> None:
 
 
 def test_each_case_has_tests_that_bear_its_number() -> None:
-    assert len(cases.check(text("tests/README.md"), cases.find_tests())) > 60
+    assert len(cases.check(text("tests/cases.txt"), cases.find_tests())) > 60
 
 
 @pytest.mark.parametrize(
-    ("page", "tests"),
-    [("| 1 | A case |", {}), ("| 1 | A case |", {1: ["a"], 2: ["b"]}), ("| 1 | A case |\n| 1 | Another |", {1: ["a"]})],
+    ("listed", "tests"),
+    [("1. A case", {}), ("1. A case", {1: ["a"], 2: ["b"]}), ("1. A case\n1. Another", {1: ["a"]})],
 )
-def test_a_case_without_tests_and_a_mark_without_a_case_are_refused(page: str, tests: dict[int, list[str]]) -> None:
+def test_a_case_without_tests_and_a_mark_without_a_case_are_refused(listed: str, tests: dict[int, list[str]]) -> None:
     with pytest.raises(ValueError, match="missing, or there are two"):
-        cases.check(page, tests)
+        cases.check(listed, tests)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

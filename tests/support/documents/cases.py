@@ -1,4 +1,4 @@
-"""The cases that must hold, in tests/README.md. Each is a numbered sentence there, and the tests that show it bear its number:
+"""The cases that must hold, in tests/cases.txt. Each is a numbered sentence there, and the tests that show it bear its number:
 `@pytest.mark.case(30)`.
 
 python -m tests.support.documents.cases 30      the tests of a case; without a number, of all
@@ -15,9 +15,9 @@ from pathlib import Path
 
 from tests import ROOT
 
-PAGE = ROOT / "tests" / "README.md"
+LIST = ROOT / "tests" / "cases.txt"
 
-_ROW = re.compile(r"^\| (\d+) \| (.*) \|$", re.MULTILINE)
+_CASE = re.compile(r"^(\d+)\. (.*)$", re.MULTILINE)
 
 
 def find_tests(folder: Path = ROOT / "tests") -> Mapping[int, Sequence[str]]:
@@ -39,9 +39,9 @@ def _read_marks(module: ast.Module) -> Iterator[tuple[int, str]]:
                     yield from ((ast.literal_eval(number), each.name) for number in mark.args)
 
 
-def check(page: str, tests: Mapping[int, Sequence[str]]) -> Mapping[int, str]:
-    """The sentences of the page by number. Raises ValueError for a case without tests, a mark without a case, a number that two have."""
-    rows = [(int(number), sentence) for number, sentence in _ROW.findall(page)]
+def check(text: str, tests: Mapping[int, Sequence[str]]) -> Mapping[int, str]:
+    """The sentences by number. Raises ValueError for a case without tests, a mark without a case, a number that two have."""
+    rows = [(int(number), sentence) for number, sentence in _CASE.findall(text)]
     numbers = [number for number, _ in rows]
     if len(set(numbers)) < len(numbers) or set(numbers) != tests.keys():
         wrong = sorted({*tests} ^ {*numbers}) or sorted(each for each in set(numbers) if numbers.count(each) > 1)
@@ -53,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("numbers", nargs="*", type=int, help="of the cases to show")
     wanted, tests = parser.parse_args().numbers, find_tests()
-    for number, sentence in check(PAGE.read_text(), tests).items():
+    for number, sentence in check(LIST.read_text(), tests).items():
         if not wanted or number in wanted:
             print(f"{number}  {sentence}", *tests[number], sep="\n    ")  # noqa: T201
 
