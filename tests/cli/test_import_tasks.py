@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cli.rollout_service import KNOWN, add_rollouts
 from tests import ROOT
 from tests.support.runtimes.swebench_instance import Instance, make_instance
-from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import ADMIN, RunningService
 from tests.support.service.verbatim_process import verbatim
 
@@ -28,14 +24,6 @@ def imported(*args: str) -> tuple[subprocess.CompletedProcess[str], list[dict[st
     done = verbatim("tasks", "import", *args)
     assert "Traceback" not in done.stderr
     return done, [json.loads(line) for line in done.stdout.splitlines()]
-
-
-@pytest.fixture(scope="module")
-def service(redis_server: RedisServer) -> Iterator[RunningService]:
-    redis_server.flushall()
-    adding = [partial(add_rollouts, KNOWN)]
-    with RunningService("http://127.0.0.1:9", redis_server.url, adding=adding, engine_api="chat") as running:
-        yield running
 
 
 def test_folders_of_harbor_become_tasks_and_those_that_cannot_run_are_named(service: RunningService, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 from io import StringIO
@@ -14,9 +13,7 @@ from rich.console import Console
 
 from cli.feedback import print_feedback
 from contract.attempts import Verdict
-from proxy.store.connection import StoreConnection
-from proxy.store.tasks.tasks import TaskStore
-from tests.support.runtimes.rollout_stores import Stores
+from tests.support.runtimes.rollout_stores import work_off
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.rollout_service import submit
 from tests.support.service.running_service import ADMIN, RunningService
@@ -112,19 +109,7 @@ def test_a_task_shows_why_each_reward_is_what_it_is(service: RunningService, red
     session = {"session_id": "roman.0.1", "task_id": "roman"}
     service.request("POST", "/sessions", json=session)
     service.request("POST", "/sessions/roman.0.1/reward", json={"reward": 0.0, "metadata": {"feedback": FEEDBACK}})
-
-    async def work() -> None:
-        wire = StoreConnection(redis_server.url)
-        connection = wire
-        node = Stores(connection, TaskStore(connection)).node("node-1")
-        try:
-            await node.beat()
-            taken = await node.must_take()
-            await node.end(taken.attempt, Verdict("completed", reward=0.0, feedback=FEEDBACK))
-        finally:
-            await wire.close()
-
-    asyncio.run(work())
+    work_off(redis_server.url, 1, Verdict("completed", reward=0.0, feedback=FEEDBACK))
     for command in ("show", "watch"):
         shown = run(service, "tasks", command, "roman").stdout
         assert "FAILED test_four: AssertionError: IIII != IV" in shown and "line 5" in shown, shown

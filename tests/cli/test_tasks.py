@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import pty
@@ -19,9 +18,7 @@ import httpx
 import pytest
 
 from contract.attempts import Failure, FailureRecord, Verdict
-from proxy.store.connection import StoreConnection
-from proxy.store.tasks.tasks import TaskStore
-from tests.support.runtimes.rollout_stores import Stores
+from tests.support.runtimes.rollout_stores import work_off
 from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.rollout_service import BODY, serving_tasks, submit
@@ -58,25 +55,6 @@ def begin(service: RunningService, *args: str) -> subprocess.Popen[str]:
 def lines(path: Path, *bodies: dict[str, Any]) -> str:
     path.write_text("\n".join(json.dumps({**BODY, **body}) for body in bodies) + "\n\n")
     return str(path)
-
-
-def work_off(redis_server: RedisServer, count: int, *verdicts: Verdict) -> None:
-    """`count` rollouts are taken and ended, the last ones with `verdicts`."""
-
-    async def work() -> None:
-        wire = StoreConnection(redis_server.url)
-        connection = wire
-        node = Stores(connection, TaskStore(connection)).node("node-1")
-        try:
-            await node.beat()
-            for number in range(count):
-                taken = await node.must_take()
-                later = number - (count - len(verdicts))
-                await node.end(taken.attempt, verdicts[later] if later >= 0 else Verdict("completed", reward=1.0))
-        finally:
-            await wire.close()
-
-    asyncio.run(work())
 
 
 def test_a_file_of_tasks_is_submitted_and_again_without_harm(fresh: RunningService, tmp_path: Path) -> None:
@@ -140,7 +118,7 @@ def test_waiting_ends_with_the_tasks(fresh: RunningService, redis_server: RedisS
     file = lines(tmp_path / "tasks.jsonl", {"task_id": "a", "num_samples": 2}, {"task_id": "b"})
     waiting = begin(fresh, "submit", file, "--wait")
     assert [waiting.stdout.readline() for _ in "ab"] == ["a\n", "b\n"]
-    work_off(redis_server, 3, Verdict("failed"))
+    work_off(redis_server.url, 3, Verdict("failed"))
     _, stderr = waiting.communicate(timeout=SECONDS)
     assert waiting.returncode == 0, stderr
     assert "2/2" in stderr and "1/1" in stderr and "1 failed" in stderr
@@ -160,7 +138,7 @@ def test_a_terminal_sees_how_many_rollouts_have_ended(fresh: RunningService, red
         for seen in (b"0/2", b"1/2"):
             while seen not in shown:
                 shown += os.read(master, 65536)
-            work_off(redis_server, 1)
+            work_off(redis_server.url, 1)
         with suppress(OSError):
             while more := os.read(master, 65536):
                 shown += more
@@ -176,7 +154,7 @@ def test_watching_tells_what_happens_until_the_end(fresh: RunningService, redis_
     submit(fresh, task_id="a")
     watching = begin(fresh, "watch", "a")
     assert "task.created" in watching.stdout.readline()
-    work_off(redis_server, 1)
+    work_off(redis_server.url, 1)
     stdout, stderr = watching.communicate(timeout=SECONDS)
     assert (watching.returncode, stderr) == (0, "")
     told = [line.split()[1] for line in stdout.splitlines()]
@@ -195,7 +173,7 @@ def test_watching_and_waiting_outlive_a_server_that_is_replaced(redis_server: Re
         port = httpx.URL(first.url).port or 0
     again = RunningService("http://127.0.0.1:9", redis_server.url, adding=first.adding, engine_api="chat")
     with again.on(port):
-        work_off(redis_server, 1)
+        work_off(redis_server.url, 1)
         stdout, stderr = watching.communicate(timeout=SECONDS)
         assert watching.returncode == 0, stderr
         assert stdout.count("task.created") == 0 and stdout.count("task.ended") == 1
@@ -258,7 +236,7 @@ def test_a_task_is_shown_with_its_rollouts_and_their_failures(fresh: RunningServ
     submit(fresh, task_id="a", num_samples=2, callback_url="http://127.0.0.1:9/x")
     message = "it never called the model: \x1b[2J\x1b]0;title\x07[/b] of what it printed"
     failed = FailureRecord(Failure.NO_CALLS, message, "node-1:/logs/a.1.1")
-    work_off(redis_server, 2, Verdict("failed", failure=failed))
+    work_off(redis_server.url, 2, Verdict("failed", failure=failed))
     shown = tasks(fresh, "show", "a")
     assert shown.returncode == 0, shown.stderr
     for text in (
@@ -278,7 +256,7 @@ def test_a_task_that_nothing_was_begun_of_says_what_it_waits_for(fresh: RunningS
     submit(fresh, task_id="a")
     assert "waiting: for a node; verbatim node starts one" in tasks(fresh, "show", "a").stdout
     submit(fresh, task_id="b", priority=100)
-    work_off(redis_server, 1)
+    work_off(redis_server.url, 1)
     assert "waiting: for a node with capacity" in tasks(fresh, "show", "a").stdout
     assert "waits:" not in tasks(fresh, "show", "b").stdout
 

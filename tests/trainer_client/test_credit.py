@@ -11,7 +11,7 @@ import pytest
 from examples.pivots.forks import vine
 from examples.pivots.turns import turns_of
 from tests.support.engine.scripted_engine import ScriptedEngine
-from tests.support.service.running_service import TRAINER, RunningService, Session
+from tests.support.service.running_service import RunningService, Session
 from trainer_client.advantages import dr_grpo, grpo, leave_one_out
 from trainer_client.batch import Batch
 from trainer_client.client import TrainerClient
@@ -21,12 +21,6 @@ from trainer_client.client import TrainerClient
 def engine() -> Iterator[ScriptedEngine]:
     with ScriptedEngine("qwen3") as engine:
         yield engine
-
-
-@pytest.fixture
-def trainer(service: RunningService) -> Iterator[TrainerClient]:
-    with TrainerClient(service.url, TRAINER) as client:
-        yield client
 
 
 @pytest.fixture
@@ -52,17 +46,17 @@ def group_of(service: RunningService, *rollouts: tuple[int, float]) -> list[Sess
     return sessions
 
 
-def leased(trainer: TrainerClient) -> Batch:
-    batch = trainer.lease(keep=False)
+def leased(client: TrainerClient) -> Batch:
+    batch = client.lease(keep=False)
     assert batch is not None
     return batch
 
 
 @pytest.mark.case(48)
-def test_a_fan_out_counts_once_in_the_baseline_of_its_group(service: RunningService, trainer: TrainerClient) -> None:
+def test_a_fan_out_counts_once_in_the_baseline_of_its_group(service: RunningService, client: TrainerClient) -> None:
     """Rewards 4 in four rows, 0 and 2 in one each. The mean is 2 over rollouts; over rows it would be 3."""
     many, nothing, some = group_of(service, (4, 4.0), (1, 0.0), (1, 2.0))
-    batch = leased(trainer)
+    batch = leased(client)
     assert batch.rollout_ids == (many.session_id,) * 4 + (nothing.session_id, some.session_id)
     assert batch.columns.rollout_index.tolist() == [0, 0, 0, 0, 1, 2]
     assert batch.columns.row_weight.tolist() == [0.25] * 4 + [1.0, 1.0]
@@ -88,7 +82,7 @@ def test_rows_that_train_nothing_weigh_nothing(service: RunningService) -> None:
     assert {row["rollout_id"] for row in rows} == {session.session_id}
 
 
-def test_a_branchs_reward_reaches_its_row_and_a_calls_the_row_it_is_in(service: RunningService, trainer: TrainerClient) -> None:
+def test_a_branchs_reward_reaches_its_row_and_a_calls_the_row_it_is_in(service: RunningService, client: TrainerClient) -> None:
     """plan -> helper 0 and plan -> helper 1: the plan is trained in the first row, and shown in the second."""
     session = service.session()
     fanned_out(session, 2)
@@ -108,7 +102,7 @@ def test_a_branchs_reward_reaches_its_row_and_a_calls_the_row_it_is_in(service: 
     by_call = {row["call_ids"][0]: row["reward"] for row in session.trajectories("per_call")[0]}
     assert by_call == {plan: 0.5, first: 0.25, second: -1.0}
     session.close()
-    batch = leased(trainer)
+    batch = leased(client)
     assert dict(zip([row.call_ids[-1] for row in batch.rows], batch.columns.rewards.tolist(), strict=True)) == {
         first: 1.0,
         second: -1.0,
@@ -118,11 +112,11 @@ def test_a_branchs_reward_reaches_its_row_and_a_calls_the_row_it_is_in(service: 
     np.testing.assert_array_equal(turns.reward[np.argsort(turns.number)], [0.5, 0.25, np.nan])
 
 
-def test_a_row_keeps_its_weight_when_it_comes_again(service: RunningService, trainer: TrainerClient) -> None:
+def test_a_row_keeps_its_weight_when_it_comes_again(service: RunningService, client: TrainerClient) -> None:
     group_of(service, (3, 1.0))
-    first = leased(trainer)
+    first = leased(client)
     first.nack()
-    again = leased(trainer)
+    again = leased(client)
     assert [(row.trajectory_id, row.row_weight) for row in again.rows] == [
         (row.trajectory_id, row.row_weight) for row in first.rows
     ]
@@ -130,7 +124,7 @@ def test_a_row_keeps_its_weight_when_it_comes_again(service: RunningService, tra
 
 @pytest.mark.case(90)
 def test_calls_are_worth_what_their_forks_get(
-    service: RunningService, trainer: TrainerClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+    service: RunningService, client: TrainerClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two turns, each "a" or "b"; only "a" twice is worth 1. Every fork is one of the courses that are equally likely from its pivot, so
     the values are exact: 1/4 at the first call, 1/2 after an "a", 0 after a "b"."""
@@ -157,7 +151,7 @@ def test_calls_are_worth_what_their_forks_get(
     # Forks of a fork: after its "b" nothing is to be won.
     for said in "ab":
         play("third", said, 2, forks[2], forks[2].calls[1]["call_id"])
-    batch = trainer.lease(max_groups=4, keep=False)
+    batch = client.lease(max_groups=4, keep=False)
     assert batch is not None and len(batch) == 9
     columns, turns = batch.columns, turns_of(batch.rows)
     found = vine(columns.rewards, columns.group_index, columns.rollout_index, turns, batch.rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,24 +11,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from examples.demo.tiny_model import make_tiny_model
 from examples.trainers import torch_loop
 from tests.support.service.running_service import TRAINER, RunningService, wait_until
-from tests.support.sessions.finished_groups import finish, groups, service_of
+from tests.support.sessions.finished_groups import finish, groups
 from trainer_client.adapters.microbatches import Cut, Packed, Padded, Rows
 from trainer_client.adapters.torch_dataset import LeasedRows
 from trainer_client.errors import LeaseLost, RowTooLong
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), layers=1, hidden_size=64)
-
-
-@pytest.fixture
-def service(model: Path, redis_url: str) -> Iterator[RunningService]:
-    with service_of(model, redis_url) as running:
-        yield running
 
 
 def leased(service: RunningService, cut: Cut | None = None, **options: Any) -> LeasedRows:
@@ -180,13 +167,13 @@ def test_workers_give_back_what_they_had_fetched_ahead(service: RunningService, 
 
 
 def test_the_example_trains_and_publishes(
-    model: Path, service: RunningService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, service: RunningService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for at in range(4):
         finish(service, f"g{at}", [1.0, 0.0])
     monkeypatch.setenv("VERBATIM_URL", service.url)
     monkeypatch.setenv("VERBATIM_TRAINER_TOKEN", TRAINER)
-    torch_loop.train(str(model), tmp_path / "weights", steps=2, microbatches=2, workers=0)
+    torch_loop.train(str(folder), tmp_path / "weights", steps=2, microbatches=2, workers=0)
     assert groups(service) == {"acked": 4}
     assert service.request("GET", "/weights", TRAINER).json()["current"]["version"] == 2
     assert [line.partition(",")[0].split()[:2] for line in capsys.readouterr().out.splitlines()] == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -88,3 +89,21 @@ async def stores(redis_kind: RedisKind) -> AsyncIterator[Stores]:
     connection = wire
     yield Stores(connection, TaskStore(connection))
     await wire.close()
+
+
+def work_off(redis_url: str, count: int, *verdicts: Verdict) -> None:
+    """`count` rollouts are taken and ended, the last ones with `verdicts`."""
+
+    async def work() -> None:
+        wire = StoreConnection(redis_url)
+        node = Stores(wire, TaskStore(wire)).node("node-1")
+        try:
+            await node.beat()
+            for number in range(count):
+                taken = await node.must_take()
+                later = number - (count - len(verdicts))
+                await node.end(taken.attempt, verdicts[later] if later >= 0 else Verdict("completed", reward=1.0))
+        finally:
+            await wire.close()
+
+    asyncio.run(work())

@@ -10,7 +10,7 @@ import dataclasses
 import importlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from functools import cache
@@ -85,3 +85,12 @@ def _adapter(annotation: str) -> TypeAdapter[Any]:
         return TypeAdapter(eval(annotation, dict(_NAMES)))
     except (NameError, AttributeError):
         return TypeAdapter(Any)
+
+
+def callback(event: str, act: Callable[[], Any]) -> Any:
+    """A callback of transformers' Trainer that acts at one event, such as `on_step_end`."""
+    from transformers import TrainerCallback
+
+    made = TrainerCallback()
+    setattr(made, event, lambda *_, **__: act())
+    return made

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainerState
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerState
 
 from contract.errors import ClientClosed
 from reconstruct.records import Span
 from tests.support.service.running_service import TRAINER, RunningService
 from tests.support.sessions.finished_groups import finish, groups
+from tests.support.sessions.trainer_libraries import callback
 from tests.support.sessions.training_rows import groups as batch_groups
 from tests.support.sessions.training_rows import trajectory
 from trainer_client.adapters.microbatches import Padded, Rows
@@ -62,17 +64,29 @@ def rows(service: RunningService) -> Iterator[LeasedRows]:
         yield rows
 
 
-def trainer_of(folder: Path, rows: LeasedRows, out: Path, *, publish: Any = None, callbacks: Any = None, **changes: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        return LeasedGRPOTrainer(
+Build = Callable[..., Any]
+
+
+@pytest.fixture
+def build(folder: Path, rows: LeasedRows, tmp_path: Path) -> Build:
+    """Makes a trainer on `rows`, or others."""
+
+    def build(rows: LeasedRows = rows, *, publish: Any = None, callbacks: Any = None, **changes: Any) -> Any:
+        model, tokenizer = (
             AutoModelForCausalLM.from_pretrained(folder),
-            rows,
-            GRPOConfig(output_dir=str(out), **{**SETTINGS, **changes}),
-            publish=publish,
-            callbacks=callbacks,
-            processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
+            AutoTokenizer.from_pretrained(folder, padding_side="left"),
         )
+        arguments = GRPOConfig(output_dir=str(tmp_path / "out"), **{**SETTINGS, **changes})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            return LeasedGRPOTrainer(model, rows, arguments, publish=publish, callbacks=callbacks, processing_class=tokenizer)
+
+    return build
+
+
+@pytest.fixture
+def publish(client: TrainerClient, tmp_path: Path) -> PublishWeights:
+    return PublishWeights(client, tmp_path / "weights")
 
 
 def recorded_rows(service: RunningService, session_ids: list[str]) -> list[dict[str, Any]]:
@@ -83,30 +97,19 @@ def rowed(recorded: dict[str, Any]) -> tuple[int, ...]:
     return tuple(recorded["token_ids"])
 
 
-class Watch(TrainerCallback):
+POINTS = ("on_pre_optimizer_step", "on_optimizer_step", "on_step_end")
+
+
+class Watch:
     """What the service says at points of a step, before the step's acknowledgement."""
 
     def __init__(self, service: RunningService) -> None:
         self.seen: list[tuple[str, dict[str, int], int]] = []
-        self._service = service
+        self.callbacks = [callback(point, partial(self.look, service, point)) for point in POINTS]
 
-    def look(self, point: str) -> None:
-        weights = self._service.request("GET", "/weights", TRAINER).json()
-        self.seen.append((point, groups(self._service), weights["current"]["version"]))
-
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self.look("before the step")
-
-    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self.look("after the step")
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.look("end of the step")
-
-
-class Fails(TrainerCallback):
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        raise ZeroDivisionError
+    def look(self, service: RunningService, point: str) -> None:
+        weights = service.request("GET", "/weights", TRAINER).json()
+        self.seen.append((point, groups(service), weights["current"]["version"]))
 
 
 def test_what_trl_is_given_of_a_row() -> None:
@@ -128,12 +131,10 @@ def test_what_trl_is_given_of_a_row() -> None:
     }
 
 
-def test_only_the_sampled_tokens_have_a_gradient(
-    folder: Path, service: RunningService, rows: LeasedRows, tmp_path: Path
-) -> None:
+def test_only_the_sampled_tokens_have_a_gradient(service: RunningService, build: Build) -> None:
     """The last hidden state at t acts on the loss only through the prediction of token t + 1."""
     wanted = recorded_rows(service, finish(service, "g", [1.0, 0.0]))
-    trainer = trainer_of(folder, rows, tmp_path, per_device_train_batch_size=2)
+    trainer = build(per_device_train_batch_size=2)
     seen: list[tuple[Any, Any, Any]] = []
 
     def watch(module: Any, args: Any, options: dict[str, Any], output: Any) -> None:
@@ -150,9 +151,7 @@ def test_only_the_sampled_tokens_have_a_gradient(
     assert got == {rowed(row): [mask == 1 for mask in row["loss_mask"][1:]] + [False] for row in wanted}
 
 
-def test_the_loss_is_that_of_the_recorded_logprobs_and_of_whole_groups(
-    folder: Path, service: RunningService, rows: LeasedRows, tmp_path: Path
-) -> None:
+def test_the_loss_is_of_recorded_logprobs_and_whole_groups(folder: Path, service: RunningService, build: Build) -> None:
     """Two groups of three, which TRL's pairs of neighbours would cut apart. At ratio 1 the loss is -mean(advantage x p / p_engine)
     over the sampled tokens, p by transformers."""
     ids = finish(service, "g1", [1.0, 0.0, 0.0]) + finish(service, "g2", [3.0, 3.0, 0.0])
@@ -167,7 +166,7 @@ def test_the_loss_is_that_of_the_recorded_logprobs_and_of_whole_groups(
         weighed += [advantage] * int(sampled.sum())
     batch.nack()
     client.close()
-    trainer = trainer_of(folder, rows, tmp_path, per_device_train_batch_size=6)
+    trainer = build(per_device_train_batch_size=6)
     trainer.train()
     logged = trainer.state.log_history[0]
     assert logged["loss"] == pytest.approx(-np.mean(np.array(weighed) * np.exp(off)), abs=1e-4)
@@ -179,18 +178,17 @@ def test_the_loss_is_that_of_the_recorded_logprobs_and_of_whole_groups(
 
 
 def test_a_lease_is_acknowledged_after_the_step_and_after_its_weights_are_served(
-    folder: Path, service: RunningService, client: TrainerClient, rows: LeasedRows, tmp_path: Path
+    service: RunningService, client: TrainerClient, build: Build, publish: PublishWeights
 ) -> None:
     finish(service, "g", [1.0, 0.0, 1.0, 0.0])
-    watch, after = Watch(service), PublishWeights(client, tmp_path / "weights")
-    trainer = trainer_of(folder, rows, tmp_path / "out", publish=after, callbacks=[watch])
+    watch = Watch(service)
+    trainer = build(publish=publish, callbacks=watch.callbacks)
     before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
     trainer.train()
-    points = ("before the step", "after the step", "end of the step")
-    assert watch.seen == [(point, {"leased": 1}, 0) for point in points]
+    assert watch.seen == [(point, {"leased": 1}, 0) for point in POINTS]
     assert groups(service) == {"acked": 1}
     current = client.weights()["current"]
-    assert (current["version"], after.version) == (1, 1)
+    assert (current["version"], publish.version) == (1, 1)
     published = load_file(Path(current["path"]) / "model.safetensors")
     assert published.keys() == trainer.model.state_dict().keys()
     assert all(torch.equal(weight, trainer.model.state_dict()[name]) for name, weight in published.items())
@@ -199,11 +197,10 @@ def test_a_lease_is_acknowledged_after_the_step_and_after_its_weights_are_served
 
 
 def test_a_step_that_raises_gives_the_lease_back_and_publishes_nothing(
-    folder: Path, service: RunningService, client: TrainerClient, rows: LeasedRows, tmp_path: Path
+    service: RunningService, client: TrainerClient, build: Build, publish: PublishWeights
 ) -> None:
     finish(service, "g", [1.0, 0.0, 1.0, 0.0])
-    publish = PublishWeights(client, tmp_path / "weights")
-    trainer = trainer_of(folder, rows, tmp_path / "out", publish=publish, callbacks=[Fails()])
+    trainer = build(publish=publish, callbacks=[callback("on_pre_optimizer_step", lambda: 1 // 0)])
     with pytest.raises(ZeroDivisionError):
         trainer.train()
     assert groups(service) == {"ready": 1}
@@ -211,71 +208,55 @@ def test_a_step_that_raises_gives_the_lease_back_and_publishes_nothing(
 
 
 def test_weights_that_are_not_published_leave_the_lease_unacknowledged(
-    folder: Path, service: RunningService, client: TrainerClient, rows: LeasedRows, tmp_path: Path
+    folder: Path, service: RunningService, client: TrainerClient, build: Build, publish: PublishWeights, tmp_path: Path
 ) -> None:
-    class Meddles(TrainerCallback):
-        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-            client.publish(folder, 1)
-
     finish(service, "g", [1.0, 0.0, 1.0, 0.0])
-    publish = PublishWeights(client, tmp_path / "weights")
-    trainer = trainer_of(folder, rows, tmp_path / "out", publish=publish, callbacks=[Meddles()])
+    trainer = build(publish=publish, callbacks=[callback("on_pre_optimizer_step", lambda: client.publish(folder, 1))])
     with pytest.raises(VersionConflict, match="there is another publisher"):
         trainer.train()
     assert groups(service) == {"ready": 1}
     assert not (tmp_path / "weights").exists()
 
 
-def test_rows_used_by_several_steps_are_acknowledged_after_the_last(
-    folder: Path, service: RunningService, client: TrainerClient, rows: LeasedRows, tmp_path: Path
+def test_rows_of_several_steps_are_acknowledged_at_the_last(
+    service: RunningService, client: TrainerClient, build: Build, publish: PublishWeights
 ) -> None:
     finish(service, "g", [1.0, 0.0, 1.0, 0.0])
     watch = Watch(service)
     steps = {"max_steps": 2, "per_device_train_batch_size": 2, "steps_per_generation": 2}
-    publish = PublishWeights(client, tmp_path / "weights")
-    trainer_of(folder, rows, tmp_path / "out", publish=publish, callbacks=[watch], **steps).train()
+    build(publish=publish, callbacks=watch.callbacks, **steps).train()
     assert [(states, version) for _, states, version in watch.seen] == [({"leased": 1}, 0)] * 3 + [({"leased": 1}, 1)] * 3
     assert groups(service) == {"acked": 1}
     assert client.weights()["current"]["version"] == 2
 
 
-def test_rows_that_do_not_fit_are_in_the_next_batch_and_given_back_if_there_is_none(
-    folder: Path, service: RunningService, rows: LeasedRows, tmp_path: Path
-) -> None:
+def test_rows_that_do_not_fit_wait_for_the_next_batch(service: RunningService, rows: LeasedRows, build: Build) -> None:
     """Batches of two: rows 1 2 | 3 4 of a group of three and a group of two, of which the last is left."""
     finish(service, "g1", [1.0, 0.0, 1.0])
     finish(service, "g2", [1.0, 0.0])
     watch = Watch(service)
-    trainer_of(folder, rows, tmp_path, callbacks=[watch], max_steps=2, per_device_train_batch_size=2).train()
+    build(callbacks=watch.callbacks, max_steps=2, per_device_train_batch_size=2).train()
     assert [states for _, states, _ in watch.seen] == [{"leased": 1, "ready": 1}] * 3 + [{"leased": 2}] * 3
     assert groups(service) == {"acked": 1, "ready": 1}
 
 
-def test_rows_that_are_closed_end_the_training_with_an_error(
-    folder: Path, service: RunningService, rows: LeasedRows, tmp_path: Path
-) -> None:
-    class Closes(TrainerCallback):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            rows.close()
-
+def test_rows_that_are_closed_end_the_training_with_an_error(service: RunningService, rows: LeasedRows, build: Build) -> None:
     finish(service, "g", [1.0, 0.0])
-    settings = {"max_steps": 2, "per_device_train_batch_size": 2}
-    trainer = trainer_of(folder, rows, tmp_path, **settings)
-    trainer.add_callback(Closes())
+    trainer = build(max_steps=2, per_device_train_batch_size=2, callbacks=[callback("on_step_end", rows.close)])
     with pytest.raises(ClientClosed, match="closed during the training"):
         trainer.train()
     assert groups(service) == {"acked": 1}
 
 
-def test_settings_that_cannot_be_right_are_refused(folder: Path, rows: LeasedRows, tmp_path: Path) -> None:
+def test_settings_that_cannot_be_right_are_refused(build: Build) -> None:
     with pytest.raises(ValueError, match="use_vllm is set"):
-        trainer_of(folder, rows, tmp_path, use_vllm=True)
+        build(use_vllm=True)
     with pytest.raises(ValueError, match="max_steps is not set"):
-        trainer_of(folder, rows, tmp_path, max_steps=-1)
+        build(max_steps=-1)
     with pytest.raises(ValueError, match="split by `Rows`"):
-        trainer_of(folder, LeasedRows("http://127.0.0.1:1", "t", Padded(micro_rows=2)), tmp_path)
+        build(LeasedRows("http://127.0.0.1:1", "t", Padded(micro_rows=2)))
     with pytest.raises(ValueError, match="have advantages"):
-        trainer_of(folder, LeasedRows("http://127.0.0.1:1", "t", Rows(), advantages=None), tmp_path)
+        build(LeasedRows("http://127.0.0.1:1", "t", Rows(), advantages=None))
 
 
 class Sharded(torch.nn.Module):

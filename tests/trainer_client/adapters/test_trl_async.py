@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 
 from contract.errors import ClientClosed
 from tests.support.service.running_service import TRAINER, RunningService
 from tests.support.sessions.finished_groups import finish, groups
+from tests.support.sessions.trainer_libraries import callback
 from trainer_client.adapters.microbatches import Padded, Rows
 from trainer_client.adapters.torch_dataset import LeasedRows
 from trainer_client.advantages import grpo
@@ -89,18 +90,21 @@ class Leased(LeasedRows):
         return batch.advantages(grpo)
 
 
-def trainer_of(
-    folder: Path, rows: LeasedRows, client: TrainerClient, out: Path, *, callbacks: Any = None, **changes: Any
-) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        return LeasedAsyncGRPOTrainer(
-            str(folder),
-            rows,
-            AsyncGRPOConfig(output_dir=str(out / "out"), **{**SETTINGS, **changes}),
-            weights=PublishTransfer(client, out / "weights"),
-            callbacks=callbacks,
-        )
+Build = Callable[..., Any]
+
+
+@pytest.fixture
+def build(folder: Path, client: TrainerClient, tmp_path: Path) -> Build:
+    """Makes a trainer on rows, which publishes what it learned."""
+
+    def build(rows: LeasedRows, *, callbacks: Any = None, **changes: Any) -> Any:
+        arguments = AsyncGRPOConfig(output_dir=str(tmp_path / "out"), **{**SETTINGS, **changes})
+        weights = PublishTransfer(client, tmp_path / "weights")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            return LeasedAsyncGRPOTrainer(str(folder), rows, arguments, weights=weights, callbacks=callbacks)
+
+    return build
 
 
 def expected(folder: Path, batches: list[Batch], rows: float) -> dict[str, Any]:
@@ -118,19 +122,18 @@ def expected(folder: Path, batches: list[Batch], rows: float) -> dict[str, Any]:
 
 
 def test_a_step_trains_the_recorded_logprobs_publishes_and_then_acknowledges(
-    folder: Path, service: RunningService, client: TrainerClient, tmp_path: Path
+    folder: Path, service: RunningService, client: TrainerClient, build: Build
 ) -> None:
     """Micro-batches of a pair; TRL takes one more than it trains, and the last group is given back."""
     for name in ("g1", "g2", "g3"):
         finish(service, name, [1.0, 0.0])
     seen: list[tuple[dict[str, int], int]] = []
 
-    class Looks(TrainerCallback):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            seen.append((groups(service), client.weights()["current"]["version"]))
+    def look() -> None:
+        seen.append((groups(service), client.weights()["current"]["version"]))
 
     with Leased(service) as rows:
-        trainer = trainer_of(folder, rows, client, tmp_path, callbacks=[Looks()], max_steps=2)
+        trainer = build(rows, callbacks=[callback("on_step_end", look)], max_steps=2)
         trainer.train()
     assert seen == [({"leased": 2, "ready": 1}, 0), ({"acked": 1, "leased": 2}, 1)]
     assert groups(service) == {"acked": 2, "ready": 1}
@@ -145,8 +148,8 @@ def test_a_step_trains_the_recorded_logprobs_publishes_and_then_acknowledges(
     assert (first["reward"], first["sample/staleness_max"], second["batch/groups_per_step"]) == (0.5, 0, 1)
 
 
-def test_rows_are_packed_into_the_token_budget_with_shared_beginnings_once(
-    folder: Path, service: RunningService, client: TrainerClient, tmp_path: Path
+def test_rows_are_packed_into_the_budget_with_shared_beginnings_once(
+    folder: Path, service: RunningService, build: Build
 ) -> None:
     """Five rows fit into the budget of the longest five; the tenth row, or one before, does not."""
     finish(service, "g1", [1.0, 0.0, 0.0])
@@ -156,7 +159,7 @@ def test_rows_are_packed_into_the_token_budget_with_shared_beginnings_once(
         longest = max(len(row.token_ids) for row in batch.rows)
         batch.nack()
     with Leased(service, max_length=5 * longest) as rows:
-        trainer = trainer_of(folder, rows, client, tmp_path)
+        trainer = build(rows)
         assert trainer.args.token_budget == 5 * longest
         trainer.train()
     logged = trainer.state.log_history[0]
@@ -166,7 +169,7 @@ def test_rows_are_packed_into_the_token_budget_with_shared_beginnings_once(
 
 
 def test_rows_as_old_as_is_allowed_are_trained(
-    folder: Path, service: RunningService, client: TrainerClient, tmp_path: Path
+    folder: Path, service: RunningService, client: TrainerClient, build: Build
 ) -> None:
     """Six versions old; TRL alone drops rows older than four."""
     finish(service, "g1", [1.0, 0.0])
@@ -175,61 +178,45 @@ def test_rows_as_old_as_is_allowed_are_trained(
     for name in ("g2", "g3"):
         finish(service, name, [1.0, 0.0])
     with Leased(service) as rows:
-        trainer = trainer_of(folder, rows, client, tmp_path)
+        trainer = build(rows)
         trainer.train()
     assert trainer.state.log_history[0]["sample/staleness_max"] == 6
     assert [batch.groups[0].group_id for batch in rows.batches] == ["g1", "g2"]
     assert groups(service) == {"acked": 1, "ready": 2}
 
 
-def test_an_error_gives_back_and_publishes_nothing(
-    folder: Path, service: RunningService, client: TrainerClient, tmp_path: Path
-) -> None:
-    class Fails(TrainerCallback):
-        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-            raise ZeroDivisionError
-
+def test_an_error_gives_back_and_publishes_nothing(service: RunningService, client: TrainerClient, build: Build) -> None:
     finish(service, "g1", [1.0, 0.0])
     finish(service, "g2", [1.0, 0.0])
     with Leased(service) as rows:
         with pytest.raises(ZeroDivisionError):
-            trainer_of(folder, rows, client, tmp_path, callbacks=[Fails()]).train()
+            build(rows, callbacks=[callback("on_pre_optimizer_step", lambda: 1 // 0)]).train()
         assert groups(service) == {"ready": 2}  # before the rows are closed
     assert client.weights()["current"]["version"] == 0
 
 
-def test_weights_of_another_publisher_end_the_training_without_an_acknowledgement(
-    folder: Path, service: RunningService, client: TrainerClient, tmp_path: Path
+def test_weights_of_another_publisher_end_the_training(
+    folder: Path, service: RunningService, client: TrainerClient, build: Build
 ) -> None:
-    class Meddles(TrainerCallback):
-        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-            client.publish(folder, 1)
-
     finish(service, "g1", [1.0, 0.0])
     finish(service, "g2", [1.0, 0.0])
     with Leased(service) as rows, pytest.raises(VersionConflict, match="there is another publisher"):
-        trainer_of(folder, rows, client, tmp_path, callbacks=[Meddles()]).train()
+        build(rows, callbacks=[callback("on_pre_optimizer_step", lambda: client.publish(folder, 1))]).train()
     assert groups(service) == {"ready": 2}
 
 
-def test_rows_that_are_closed_end_the_training_with_an_error(
-    folder: Path, service: RunningService, client: TrainerClient, tmp_path: Path
-) -> None:
-    class Closes(TrainerCallback):
-        def on_log(self, *_: Any, **__: Any) -> None:
-            rows.close()
-
+def test_rows_that_are_closed_end_the_training_with_an_error(service: RunningService, build: Build) -> None:
     for name in ("g1", "g2"):
         finish(service, name, [1.0, 0.0])
     rows = Leased(service)
     with pytest.raises(ClientClosed, match="closed during the training"):
-        trainer_of(folder, rows, client, tmp_path, callbacks=[Closes()], max_steps=3).train()
+        build(rows, callbacks=[callback("on_log", rows.close)], max_steps=3).train()
     assert groups(service) == {"acked": 1, "ready": 1}
 
 
-def test_settings_that_cannot_be_right_are_refused(folder: Path, client: TrainerClient, tmp_path: Path) -> None:
+def test_settings_that_cannot_be_right_are_refused(build: Build) -> None:
     def make(cut: Any, **changes: Any) -> None:
-        trainer_of(folder, LeasedRows("http://127.0.0.1:1", "t", cut), client, tmp_path, **changes)
+        build(LeasedRows("http://127.0.0.1:1", "t", cut), **changes)
 
     with pytest.raises(ValueError, match="max_steps is not set"):
         make(Rows(), max_steps=-1)
