@@ -204,12 +204,6 @@ def test_an_exit_code_of_the_harness_is_the_commands_and_fails_the_session(servi
     assert (session["status"], session["error"], session["reward"]) == ("failed", "shell ended with exit code 3", None)
 
 
-def test_a_harness_that_a_signal_ends_gives_the_shells_exit_code(service: Serving) -> None:
-    done = run(service, *PYTHON, "import os; os.kill(os.getpid(), 9)")
-    assert done.returncode == 137
-    assert session_of(service, done.stderr)["status"] == "failed"
-
-
 def child_has_ended() -> None:
     """A process that was killed is gone when it next has a CPU."""
     child = int(Path("child").read_text())
@@ -227,12 +221,6 @@ def test_a_harness_that_takes_too_long_is_stopped_with_all_it_started(service: S
     assert (session["status"], session["error"]) == ("timeout", f"shell was stopped after {seconds} seconds")
     child_has_ended()
     assert homes_left(scratch) == []
-
-
-def test_what_a_harness_leaves_running_is_ended_with_it(service: Serving) -> None:
-    done = run(service, *PYTHON, WITH_A_CHILD)
-    assert done.returncode == 0
-    child_has_ended()
 
 
 @pytest.fixture

@@ -273,20 +273,6 @@ def test_a_call_that_outlasts_the_drain_is_cut_with_an_answer(data: Path, engine
         assert unserved["code"] == "service_stopping" and unserved["message"] == error["message"]
 
 
-def test_a_second_ctrl_c_exits_at_once(data: Path, engine: ScriptedService) -> None:
-    answer_after(engine, OUTLASTING)
-    with Serving("--engine", engine.url, "--engine-api", "chat", data_dir=data, **LONG_DRAIN) as service:
-        call = Call(service, "s")
-        engine.wait_for(lambda: "/v1/chat/completions" in engine.paths())
-        service.send_group(signal.SIGINT)
-        wait_until(lambda: "stopping" in service.stderr, 120, "the first is heard")
-        assert not service.ended
-        service.send_group(signal.SIGINT)
-        assert service.exit_code(AT_ONCE) == 130
-        assert call.end() is None
-        assert processes_using(data) == []
-
-
 def test_a_stream_that_outlasts_the_drain_is_recorded_as_aborted(data: Path) -> None:
     with ScriptedEngine("qwen3", max_model_len=2 * LONGEST) as speaking:
         word = speaking.family.id_of("fish")
@@ -397,18 +383,20 @@ def test_workers_end_when_their_parent_is_killed(data: Path) -> None:
         wait_until(lambda: processes_using(data) == [], 120, "the embedded Redis has ended")
 
 
-def test_several_workers_stop_at_once_at_the_second_ctrl_c(data: Path, engine: ScriptedService) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_second_ctrl_c_exits_at_once(data: Path, engine: ScriptedService, workers: int) -> None:
     answer_after(engine, OUTLASTING)
-    with Serving("--engine", engine.url, "--engine-api", "chat", "--workers", "2", data_dir=data, **LONG_DRAIN) as service:
+    flags = ("--workers", "2") if workers == 2 else ()
+    with Serving("--engine", engine.url, "--engine-api", "chat", *flags, data_dir=data, **LONG_DRAIN) as service:
         call = Call(service, "s")
         engine.wait_for(lambda: "/v1/chat/completions" in engine.paths())
-        workers = workers_of(service)
-        assert len(workers) == 2
+        children = workers_of(service)
+        assert len(children) == len(flags)
         service.send_group(signal.SIGINT)
         wait_until(lambda: "stopping" in service.stderr, 120, "the first is heard")
         assert not service.ended
         service.send_group(signal.SIGINT)
         assert service.exit_code(AT_ONCE) == 130
         assert call.end() is None
-        assert not any(runs(pid) for pid in workers)
+        assert not any(runs(pid) for pid in children)
         assert processes_using(data) == []

@@ -293,12 +293,6 @@ def test_a_service_that_is_away_is_named(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("command", ["submit", "watch", "cancel", "list", "show"])
-def test_help_teaches(command: str) -> None:
-    shown = verbatim("tasks", command, "--help")
-    assert shown.returncode == 0 and len(shown.stdout.split()) > 25
-
-
 def fork(service: RunningService, *args: str) -> subprocess.CompletedProcess[str]:
     return verbatim("fork", *args, timeout_seconds=SECONDS, VERBATIM_URL=service.url, VERBATIM_ADMIN_TOKEN=ADMIN)
 

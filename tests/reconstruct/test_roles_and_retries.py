@@ -389,13 +389,6 @@ def is_work(made: dict[str, Any]) -> bool:
     return "fix the bug" in str(made["messages"])
 
 
-def test_a_harness_that_never_offers_tools_does_its_own_work(engine: ScriptedEngine, service: RunningService) -> None:
-    session = service.session()
-    for text in ("one", "two"):
-        session.ask(asked(text, f"You do {text}."))
-    assert {(call["role"], call["role_source"]) for call in session.calls} == {("main", "inferred")}
-
-
 def test_inferred_side_calls_are_left_out_where_the_operator_says_so_and_texts_change_nothing_of_it(
     engine: ScriptedEngine, untrained: RunningService
 ) -> None:

@@ -285,11 +285,6 @@ async def test_a_node_that_cannot_sweep_what_it_left_says_so_and_works(
     assert "runtimes of kind local that this node left behind cannot be removed" in caplog.text
 
 
-async def test_enough_usable_samples_stop_the_others(world: World) -> None:
-    states = await world.run(a_task(num_samples=6, usable_samples=2), slots=Slots(prepare=1, ready=0, run=1, evaluate=1))
-    assert sorted(state.status for state in states) == ["cancelled"] * 4 + ["completed"] * 2
-
-
 def asks(world: World) -> int:
     """Calls that were answered, over all sessions."""
     sessions = world.service.request("GET", "/sessions").json()["sessions"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from contract.tasks import EvaluatorSpec, HarnessSpec
-from rollout.evaluators.base import BadEvaluator, BadReward, Case, EvaluationFailed
+from rollout.evaluators.base import BadEvaluator, Case, EvaluationFailed
 from rollout.evaluators.catalogue import list_names, load
 from rollout.runtimes.base import Executed, RuntimeFailed
 from rollout.task_sources import swebench_task
@@ -73,11 +73,10 @@ async def reward_of(case: Case) -> float:
 
 @dataclass(frozen=True)
 class Setup:
-    """One kind ready to be asked. `good` earns 1.0; `none` gives what is no reward; `hanging` never ends."""
+    """One kind ready to be asked. `good` earns 1.0; `hanging` never ends."""
 
     runtime: PlainRuntime
     good: dict[str, Any]
-    none: dict[str, Any] | None
     hanging: dict[str, Any]
 
 
@@ -91,21 +90,14 @@ async def set_up(name: str, folder: Path, url: str) -> Setup:
         await runtime.upload("slugs.py", FIXED.encode())
         for path in (".gitignore", "old.py", "checks/check_slugs.py"):
             await runtime.upload(path, (repository / path).read_bytes())
-    none: dict[str, Any] = {
-        "command": {"command": "echo nan", "reward": "number"},
-        "pytest": {"command": "true"},
-        "harbor": {"tests": {"test.sh": "echo inf > /logs/verifier/reward.txt"}},
-        "swebench": {**good, "instance": {**good.get("instance", {}), "eval_script": "exit 1"}},
-        **dict.fromkeys(("http", "python"), good),
-    }
     hanging: dict[str, Any] = {
         "command": {"command": "sleep 600"},
         "pytest": {"command": "sleep 600"},
         "harbor": {"tests": {"test.sh": "sleep 600"}},
-        "swebench": {**none["swebench"], "instance": {**none["swebench"]["instance"], "eval_script": "sleep 600"}},
+        "swebench": {**good, "instance": {**good.get("instance", {}), "eval_script": "sleep 600"}},
         **dict.fromkeys(("http", "python", "llm_judge"), good),
     }
-    return Setup(runtime, good, none.get(name), hanging[name])
+    return Setup(runtime, good, hanging[name])
 
 
 def good_options(name: str, folder: Path, url: str) -> dict[str, Any]:
@@ -178,16 +170,6 @@ async def test_what_is_refused_at_submission_is_a_failure_on_a_node(name: str, t
     assert not said.asked.is_set()
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name != "llm_judge"])
-async def test_what_is_no_reward_is_never_zero(name: str, tmp_path: Path, url: str, said: Said) -> None:
-    said.reward = float("nan")
-    setup = await set_up(name, tmp_path, url)
-    assert setup.none is not None
-    with pytest.raises(EvaluationFailed) as raised:
-        await load(name).evaluate(case(name, setup, setup.none, tmp_path, said))
-    assert isinstance(raised.value, BadReward) == (name not in ("pytest", "swebench"))
-
-
 class Broken(PlainRuntime):
     async def upload(self, path: str, content: bytes, *, mode: int = 0o644) -> None:
         raise RuntimeFailed("gone")
@@ -202,7 +184,7 @@ class Broken(PlainRuntime):
 @pytest.mark.parametrize("name", ALL)
 async def test_a_runtime_that_breaks_is_no_fault_of_the_evaluator(name: str, tmp_path: Path, url: str, said: Said) -> None:
     setup = await set_up(name, tmp_path, url)
-    broken = Setup(Broken(tmp_path), setup.good, None, {})
+    broken = Setup(Broken(tmp_path), setup.good, {})
     with pytest.raises(RuntimeFailed, match="gone"):
         await load(name).evaluate(case(name, broken, setup.good, tmp_path, said))
 

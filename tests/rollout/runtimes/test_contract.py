@@ -249,6 +249,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.cell("L7", "N7", "D7", "A7", "K7")
 async def test_home_and_workdir_are_there_empty_and_writable_and_nobody_elses(place: Place, runtime: Runtime) -> None:
     await runtime.upload("of-another", b"")
     async with place.started() as fresh:
@@ -445,6 +446,7 @@ async def test_a_command_that_does_not_mind_being_told_is_killed(runtime: Runtim
     assert (done.timed_out, done.exit_code, done.stdout) == (True, 137, b"started\n")
 
 
+@pytest.mark.cell("L3", "N3", "D3", "A3", "K3")
 async def test_what_a_command_left_running_ends_with_it(runtime: Runtime, word: str) -> None:
     """Also where it holds the command's output, for which one would wait for ever."""
     done = await python(runtime, DETACHED, word, "0")
@@ -486,12 +488,14 @@ async def test_a_command_that_ends_leaves_the_others_alone(runtime: Runtime, tmp
     assert (await running).stdout == b"one\ntwo\n"
 
 
+@pytest.mark.cell("L5", "N5", "D5", "A5", "K5")
 async def test_a_command_that_takes_too_much_memory_ends_with_137(runtime: Runtime) -> None:
     done = await python(runtime, "import time; x = bytearray(1 << 29); x[::4096] = b'x' * len(x[::4096]); time.sleep(600)")
     assert (done.exit_code, done.timed_out) == (137, False)
     assert await out(runtime, "echo alive") == "alive\n"
 
 
+@pytest.mark.cell("L2", "D2", "A2")
 @closed
 async def test_the_proxy_is_reached_and_nothing_else(runtime: Runtime, proxy: ProxyAddress) -> None:
     url = runtime.map_url(f"http://{proxy.host}:{proxy.port}/s/x/v1?a=b")
@@ -513,6 +517,7 @@ async def test_a_step_may_have_the_whole_network(place: Place, runtime: Runtime)
         assert (await python(runtime, FETCH, *asked)).stdout in (b"Connection refused\n", b"Network is unreachable\n")
 
 
+@pytest.mark.cell("L2", "N2")
 async def test_with_the_whole_network_the_proxy_is_reached_and_what_is_outside(place: Place, proxy: ProxyAddress) -> None:
     async with place.started(proxy, network="full") as whole, answering(b"outside", host="0.0.0.0") as beside:
         inside = urlsplit(whole.map_url(f"http://{proxy.host}:{proxy.port}/")).netloc
@@ -616,6 +621,7 @@ print(found, first[0].split()[1])
 """
 
 
+@pytest.mark.cell("L4", "D4", "A4", "K4")
 @pytest.mark.parametrize("network", [None, "full"])
 @pytest.mark.parametrize("kind", but("unconfined"))
 async def test_an_agent_that_wants_out_finds_no_call_that_helps(
@@ -631,6 +637,7 @@ async def test_an_agent_that_wants_out_finds_no_call_that_helps(
     assert (done.exit_code, done.stdout) == (0, b"[] 2\n"), done
 
 
+@pytest.mark.cell("N3")
 async def test_stop_ends_everything_and_may_be_called_again(place: Place, word: str) -> None:
     place = apart(place)
     runtime = place.runtime(NOWHERE)
@@ -737,6 +744,7 @@ time.sleep(600)
 """More than 3 MB together, none of them more than 1 MiB, where no path is short enough to lead."""
 
 
+@pytest.mark.cell("L6", "D6", "A6")
 @pytest.mark.parametrize("kind", but("kubernetes"))
 async def test_files_that_are_too_large_together_end_their_command(
     started: Callable[[str], Awaitable[Started]], kind: str, monkeypatch: pytest.MonkeyPatch

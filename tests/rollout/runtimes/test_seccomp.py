@@ -34,6 +34,7 @@ def test_the_numbers_are_those_of_the_kernels_headers(machine: str) -> None:
     assert dict(seccomp.MACHINES[machine].calls) == known
 
 
+@pytest.mark.cell("L4")
 async def test_a_sandbox_makes_no_namespaces_and_mounts_nothing(tmp_path: Path) -> None:
     """In a user namespace of its own a command was root, with file systems in memory that nothing counts."""
     machine = seccomp.find_machine()
@@ -62,6 +63,7 @@ print(told({machine.calls["clone3"]}, 0, 0), told({seccomp.NEWEST + 1}), told({s
     assert done.stdout.decode().splitlines() == [str(["EPERM"] * len(refused)), str(["EPERM"] * 3), "ENOSYS ENOSYS True"], done
 
 
+@pytest.mark.cell("L4")
 async def test_sockets_are_of_families_that_end_in_the_sandbox(tmp_path: Path) -> None:
     """A vsock is not of a network namespace: in a virtual machine it reaches the host."""
     program = """

@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests import ROOT
 
@@ -20,23 +21,23 @@ LIST = ROOT / "tests" / "cases.txt"
 _CASE = re.compile(r"^(\d+)\. (.*)$", re.MULTILINE)
 
 
-def find_tests(folder: Path = ROOT / "tests") -> Mapping[int, Sequence[str]]:
-    """By number of the case, the tests that bear it, as `proxy/call/test_flow.py::test_a`."""
-    found: dict[int, list[str]] = defaultdict(list)
+def find_tests(mark: str = "case", folder: Path = ROOT / "tests") -> Mapping[Any, Sequence[str]]:
+    """By what the mark says, a number of a case, the tests that bear it, as `proxy/call/test_flow.py::test_a`."""
+    found: dict[Any, list[str]] = defaultdict(list)
     for path in sorted(folder.rglob("*.py")):
         text = path.read_text()
-        if "mark.case(" in text:
-            for number, name in _read_marks(ast.parse(text)):
-                found[number].append(f"{path.relative_to(folder)}::{name}")
+        if f"mark.{mark}(" in text:
+            for said, name in _read_marks(ast.parse(text), f"pytest.mark.{mark}"):
+                found[said].append(f"{path.relative_to(folder)}::{name}")
     return found
 
 
-def _read_marks(module: ast.Module) -> Iterator[tuple[int, str]]:
+def _read_marks(module: ast.Module, mark: str) -> Iterator[tuple[Any, str]]:
     for each in module.body:
         if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
-            for mark in each.decorator_list:
-                if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.case":
-                    yield from ((ast.literal_eval(number), each.name) for number in mark.args)
+            for call in each.decorator_list:
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == mark:
+                    yield from ((ast.literal_eval(said), each.name) for said in call.args)
 
 
 def check(text: str, tests: Mapping[int, Sequence[str]]) -> Mapping[int, str]:

@@ -91,6 +91,9 @@ def callback(event: str, act: Callable[[], Any]) -> Any:
     """A callback of transformers' Trainer that acts at one event, such as `on_step_end`."""
     from transformers import TrainerCallback
 
+    def run(*_: Any, **__: Any) -> None:
+        act()
+
     made = TrainerCallback()
-    setattr(made, event, lambda *_, **__: act())
+    setattr(made, event, run)
     return made

@@ -242,7 +242,8 @@ def test_rows_that_do_not_fit_wait_for_the_next_batch(service: RunningService, r
 
 def test_rows_that_are_closed_end_the_training_with_an_error(service: RunningService, rows: LeasedRows, build: Build) -> None:
     finish(service, "g", [1.0, 0.0])
-    trainer = build(max_steps=2, per_device_train_batch_size=2, callbacks=[callback("on_step_end", rows.close)])
+    trainer = build(max_steps=2, per_device_train_batch_size=2)
+    trainer.add_callback(callback("on_step_end", rows.close))
     with pytest.raises(ClientClosed, match="closed during the training"):
         trainer.train()
     assert groups(service) == {"acked": 1}

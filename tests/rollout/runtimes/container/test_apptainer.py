@@ -53,6 +53,7 @@ def options(words: list[str], name: str) -> list[str]:
     return [value for option, value in pairwise(words) if option == name]
 
 
+@pytest.mark.cell("A1", "A5")
 async def test_an_instance_sees_nothing_of_the_machine_and_has_its_limits(started: Started) -> None:
     words = told(started.folder)
     assert {"--userns", "--containall", "--cleanenv", "--net"} <= {*words}
@@ -65,6 +66,7 @@ async def test_an_instance_sees_nothing_of_the_machine_and_has_its_limits(starte
     assert outside and all(Path(each).is_relative_to(started.folder / "instances") for each in outside)
 
 
+@pytest.mark.cell("A6")
 async def test_what_is_written_is_kept_in_memory_where_that_is_asked_for(tmp_path: Path) -> None:
     async with in_instances(tmp_path, apptainer_writable="tmpfs", apptainer_flags=("--fakeroot",)).started(network="full"):
         words = told(tmp_path)
@@ -72,6 +74,7 @@ async def test_what_is_written_is_kept_in_memory_where_that_is_asked_for(tmp_pat
     assert not {"--overlay", "--net", "--network"} & {*words}
 
 
+@pytest.mark.cell("A4")
 async def test_variables_that_are_flags_of_apptainer_open_no_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("APPTAINER_BIND", "SINGULARITY_NV", "APPTAINERENV_SECRET", "APPTAINER_CACHEDIR"):
         monkeypatch.setenv(name, "/of/the/node")
@@ -79,6 +82,7 @@ async def test_variables_that_are_flags_of_apptainer_open_no_instance(tmp_path: 
     assert {name for name in environment if "APPTAINER" in name or "SINGULARITY" in name} == {"APPTAINER_CACHEDIR"}
 
 
+@pytest.mark.cell("A2")
 async def test_a_step_cannot_have_another_network_than_its_instance(started: Started) -> None:
     with pytest.raises(RuntimeFailed, match="one network"):
         await shell(started.runtime, "true", network="full")
@@ -91,6 +95,7 @@ async def test_a_harness_that_an_image_lacks_and_that_cannot_be_fetched_is_missi
     assert failed.value.failure is Failure.HARNESS_MISSING
 
 
+@pytest.mark.cell("A6")
 async def test_a_file_is_held_to_the_size_of_the_disk(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the sum of all files."""
     monkeypatch.setattr(disk, "WATCH_SECONDS", 3600.0)
@@ -111,6 +116,7 @@ async def test_an_image_that_is_not_there_and_an_instance_that_is_gone_are_told(
             await shell(runtime, "true")
 
 
+@pytest.mark.cell("A4")
 async def test_a_machine_without_it_and_a_node_that_is_root_are_told(tmp_path: Path) -> None:
     place = in_instances(tmp_path)
     settings = place.kind.settings  # type: ignore[attr-defined]
@@ -140,12 +146,14 @@ async def test_settings_come_from_the_environment() -> None:
     assert settings.apptainer_root == "refused"
 
 
+@pytest.mark.cell("A7")
 async def test_instances_of_others_are_left_alone(started: Started) -> None:
     async with started.place.started() as other:
         assert await started.place.kind.sweep(other.name) == 1  # type: ignore[attr-defined]
     assert await out(started.runtime, "echo alive") == "alive\n"
 
 
+@pytest.mark.cell("A3")
 async def test_a_hidden_daemon_that_holds_the_output_keeps_nobody_waiting(started: Started, tmp_path: Path) -> None:
     """Another command runs meanwhile, so that not all there is can be this one's."""
     logs = Logs(tmp_path / "out", tmp_path / "err")

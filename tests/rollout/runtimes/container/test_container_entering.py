@@ -59,6 +59,7 @@ async def test_nothing_of_the_container_is_run_where_its_program_cannot_be(runti
     assert program.encode() in done.stderr and b"Traceback" not in done.stderr
 
 
+@pytest.mark.cell("D6")
 async def test_a_step_with_the_network_has_the_limits_of_the_others(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python ignores two signals, which what it starts is not to do."""
     monkeypatch.setattr(disk, "WATCH_SECONDS", 3600.0)
@@ -74,6 +75,7 @@ async def test_a_step_with_the_network_has_the_limits_of_the_others(runtime: Run
     assert not any(ignored >> number - 1 & 1 for number in (signal.SIGPIPE, signal.SIGXFSZ))
 
 
+@pytest.mark.cell("D4")
 async def test_the_nodes_own_interpreter_cannot_be_written_by_what_it_starts() -> None:
     """A program of the container that names /proc/self/exe as its interpreter is the node's, and who has it open may write it once
     it has ended."""

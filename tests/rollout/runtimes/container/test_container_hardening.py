@@ -51,6 +51,7 @@ async def told(runtime: Runtime, field: str) -> int:
     return int((await out(runtime, f"grep ^{field}: /proc/self/status")).split()[1], 16)
 
 
+@pytest.mark.cell("D1", "D3", "D5")
 async def test_a_container_sees_nothing_of_the_machine(place: Place, root: Runtime, tmp_path: Path) -> None:
     """Neither its files nor its processes; and what it may have of each is its own."""
     (tmp_path / "secret").write_text("of the node")
@@ -63,6 +64,7 @@ async def test_a_container_sees_nothing_of_the_machine(place: Place, root: Runti
     assert (await out(root, limit)).split() == [str(PIDS)]
 
 
+@pytest.mark.cell("D4")
 async def test_root_inside_has_what_installing_packages_takes_and_no_program_gives_more(root: Runtime) -> None:
     assert set(NUMBERS) == set(ROOTS)
     assert await told(root, "CapEff") == await told(root, "CapBnd") == sum(1 << number for number in NUMBERS.values())
@@ -72,6 +74,7 @@ async def test_root_inside_has_what_installing_packages_takes_and_no_program_giv
     await out(root, "touch file && chown 1:1 file && setpriv --reuid 1 --regid 1 --clear-groups test -O file")
 
 
+@pytest.mark.cell("D4")
 async def test_another_user_has_no_capability_and_its_files_are_its_own(user: Runtime) -> None:
     assert [await told(user, field) for field in ("CapEff", "CapBnd", "NoNewPrivs", "Seccomp")] == [0, 0, 1, 2]
     assert await out(user, "id -u; id -g; id -G") == "1234\n1234\n1234\n"
@@ -89,6 +92,7 @@ async def test_a_workdir_of_the_image_that_the_user_cannot_write_is_said_at_once
             pytest.fail("it has started")
 
 
+@pytest.mark.cell("D2")
 @pytest.mark.parametrize("network", ["proxy", "full"])
 async def test_the_whole_network_is_not_the_nodes(place: Place, network: Any) -> None:
     """A service on the node's loopback device, such as its Redis, was reached by every step with the network."""
@@ -122,6 +126,7 @@ except OSError as error: print("not reached")
 OWN = "import socket; s = socket.socket(type=socket.SOCK_DGRAM); s.connect(('192.0.2.1', 9)); print(s.getsockname()[0])"
 
 
+@pytest.mark.cell("D7")
 @pytest.mark.parametrize("network", ["proxy", "full"])
 async def test_rollouts_with_the_whole_network_do_not_reach_each_other(place: Place, tmp_path: Path, network: Any) -> None:
     """Neither whole rollouts nor single steps of them: all were in the engine's one default network."""
@@ -166,6 +171,7 @@ async def test_packages_with_set_id_programs_are_installed_where_the_operator_al
     assert await odd.probe() == "VERBATIM_CONTAINER_SET_ID cannot be 'yes': choose refused or allowed"
 
 
+@pytest.mark.cell("D4")
 async def test_an_engine_that_applies_no_filter_starts_nothing(place: Place, tmp_path: Path) -> None:
     assert isinstance(place.kind, ContainerKind)
     flags = (*place.kind.settings.container_run_flags, "--security-opt", "seccomp=unconfined")

@@ -87,6 +87,7 @@ def test_what_is_made_is_what_the_schemas_of_many_versions_take(version: str) ->
         kubernetes_validate.validate(made, version, strict=True)
 
 
+@pytest.mark.cell("K1", "K5", "K6")
 def test_a_pod_asks_for_what_it_may_use_and_has_no_token() -> None:
     spec = described()["spec"]
     amounts = {"cpu": "500m", "memory": "512Mi", "ephemeral-storage": "2048Mi"}
@@ -95,6 +96,7 @@ def test_a_pod_asks_for_what_it_may_use_and_has_no_token() -> None:
     assert spec["activeDeadlineSeconds"] == 3600
 
 
+@pytest.mark.cell("K4")
 def test_commands_are_a_users_without_capabilities_and_roots_only_where_that_is_asked_for() -> None:
     assert RuntimeSettings().kubernetes_user == 1000
     spec = described()["spec"]
@@ -112,6 +114,7 @@ def test_a_pod_knows_the_proxys_name_and_asks_nobody_for_others() -> None:
     assert not {"dnsPolicy", "hostAliases"} & set(described(proxy=None)["spec"])
 
 
+@pytest.mark.cell("K2", "K7")
 def test_a_policy_lets_pods_out_to_the_proxy_alone_and_nobody_in() -> None:
     spec = network.make_policy(BY_NAME, SETTINGS)["spec"]
     blocks = [{"ipBlock": {"cidr": "192.0.2.9/32"}}, {"ipBlock": {"cidr": "2001:db8::9/128"}}]
@@ -270,6 +273,7 @@ async def test_a_pod_that_finds_no_machine_in_time_says_what_it_waits_for_and_is
     pytest.fail(str(told.value))
 
 
+@pytest.mark.cell("K2")
 async def test_nothing_starts_that_no_policy_holds_where_one_is_to_be_there() -> None:
     place = in_pods(kubernetes_network_policy="given")
     cluster().do("policies", [])

@@ -66,6 +66,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+@pytest.mark.cell("L1", "L3")
 async def test_the_system_is_read_only_and_what_is_the_nodes_is_not_there(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("of the node")
@@ -96,6 +97,7 @@ async def test_what_the_machine_says_is_readable_is_there_read_only(tmp_path: Pa
         assert (await shell(runtime, f"echo x > {tools}/tool")).exit_code != 0
 
 
+@pytest.mark.cell("L1")
 async def test_a_link_that_a_command_left_leads_the_node_nowhere(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -146,6 +148,7 @@ def test_a_workdir_that_would_hide_the_system_is_refused(workdir: str) -> None:
         LocalKind().check(RuntimeSpec(workdir=workdir))
 
 
+@pytest.mark.cell("N1")
 @pytest.mark.parametrize(
     "spec",
     [
@@ -187,6 +190,7 @@ async def test_the_check_of_bubblewrap_needs_no_mount_that_may_go(tmp_path: Path
     assert await LocalKind(RuntimeSettings(local_dir=tmp_path)).probe() is None
 
 
+@pytest.mark.cell("L5")
 @pytest.mark.parametrize("program", [GREEDY, IN_A_MEMORY_FILE, IN_SHARED_PAGES, MANY_PROCESSES, MANY_THREADS])
 async def test_without_a_control_group_the_node_watches_memory_and_processes(program: str, tmp_path: Path) -> None:
     """Memory that no process has mapped was not seen, and processes were not counted."""
@@ -214,6 +218,7 @@ def test_a_file_in_memory_counts_once_however_many_map_it() -> None:
         assert processes.count_threads(pids) == 2
 
 
+@pytest.mark.cell("L5")
 async def test_nothing_that_a_command_can_write_lies_in_memory(tmp_path: Path) -> None:
     """What is in a tmpfs was in no process, and so in no account."""
     async with sandboxed(tmp_path).started() as runtime:
@@ -231,6 +236,7 @@ async def test_nothing_that_a_command_can_write_lies_in_memory(tmp_path: Path) -
         assert await out(runtime, "cat /dev/shm/x") == "x\n"
 
 
+@pytest.mark.cell("N5")
 async def test_without_a_sandbox_too(tmp_path: Path) -> None:
     place = unconfined(tmp_path / "runtimes")
     kind = LocalKind(RuntimeSettings(local_dir=tmp_path / "runtimes", cgroup=tmp_path / "no" / "group"))
@@ -238,6 +244,7 @@ async def test_without_a_sandbox_too(tmp_path: Path) -> None:
         assert (await python(runtime, GREEDY)).exit_code == 137
 
 
+@pytest.mark.cell("N1", "N7")
 async def test_without_a_sandbox_nothing_is_kept_from_a_command(tmp_path: Path) -> None:
     """It may do what the node's user may, also among the files of others."""
     (tmp_path / "secret").write_text("of the node")
@@ -315,6 +322,7 @@ async def test_a_full_disk_is_told_as_that(small_disk: Path) -> None:
             await runtime.upload("great", bytes(8 << 20))
 
 
+@pytest.mark.cell("L6")
 async def test_a_file_may_be_no_greater_than_the_disk_of_the_spec(tmp_path: Path) -> None:
     async with sandboxed(tmp_path).started(disk_mb=1) as runtime:
         assert (await shell(runtime, "head -c 2000000 /dev/zero > great")).exit_code != 0
