@@ -17,15 +17,17 @@ import pytest
 from examples.learn.agents import AGENTS, make_task
 from examples.learn.exercises import KINDS, draw_exercises, make_check, make_exercise
 from examples.learn.trainer import shuffle_rewards
+from examples.pretrained.varied import make_varied
 from rollout.task import read_json
 
 
+@pytest.mark.parametrize("make", [make_exercise, make_varied])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_check_accepts_the_solution_and_refuses_the_habit(kind: str, tmp_path: Path) -> None:
+def test_a_check_accepts_the_solution_and_refuses_the_habit(kind: str, make: Any, tmp_path: Path) -> None:
     """As on a node: the files, a command in their folder, then what the evaluator runs beside them."""
     rng = random.Random(0)
     for number in range(4):
-        exercise = make_exercise(kind, rng, "train")
+        exercise = make(kind, rng, "train")
         for command, reward in ((exercise.solution, 1.0), (exercise.habit, 0.0), ("true", 0.0)):
             folder = tmp_path / f"{number}-{reward}-{len(command)}"
             (folder / ".hidden").mkdir(parents=True)

@@ -31,6 +31,7 @@ from transformers import PreTrainedTokenizerFast
 from reconstruct.prompt import Bridge, Rendering, SampledReply, Unproven, derive, turn_end
 from reconstruct.records import Ids, pack_ids
 from tests.support.engine.template_families import CORPUS, plain_messages
+from tests.support.sessions.conversations import TOOLS
 
 if os.environ.get("CI") != "true":
     pytest.importorskip("renderers", reason="renderers is not installed: see tests/peers.txt")
@@ -90,17 +91,6 @@ INKLING = (
     *("<|content_invoke_tool_json|>", "<|content_invoke_tool_text|>", "<|end_message|>", "<|audio_end|>"),
     *("<|unused_200054|>", "<|unused_200053|>", "<|endoftext|>"),
 )
-
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "lookup",
-            "description": "Looks a key up.",
-            "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
-        },
-    }
-]
 
 
 @dataclass(frozen=True)

@@ -30,17 +30,8 @@ from tests.support.engine.scripted_fixtures import Running
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import TRAINER, RunningService, Session, hanging_up, wait_until
 from tests.support.sessions.calls import call
+from tests.support.sessions.conversations import TOOLS, turn
 
-TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "lookup",
-            "description": "Looks a key up.",
-            "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
-        },
-    }
-]
 RULES = [
     RoleRule("side", header="x-purpose", value="^judge$", agent_header="X-Judge-Name"),
     RoleRule("main", header="x-openai-subagent", value="^review"),
@@ -86,10 +77,6 @@ def ruled(running: Running) -> RunningService:
 def untrained(running: Running) -> RunningService:
     """A service that does not train what it infers to be side calls."""
     return running[1]["untrained"]
-
-
-def turn(role: str, content: Any) -> dict[str, Any]:
-    return {"role": role, "content": content}
 
 
 def asked(text: str, system: str = SYSTEM) -> list[dict[str, Any]]:

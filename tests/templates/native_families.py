@@ -19,21 +19,11 @@ import jinja2
 
 from tests.support.engine.template_families import Family
 from tests.support.engine.template_markup import Markup, Parsed
+from tests.support.sessions.conversations import TOOLS
 
 TEMPLATES = Path(__file__).parents[2] / ".cache/templates"
 
 Message = Mapping[str, Any]
-
-TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "lookup",
-            "description": "Looks a key up.",
-            "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
-        },
-    }
-]
 
 _CONTROL = re.compile(
     r"<\|[^<>|\s'{}]{1,60}\|>|<\uff5c[^<>\uff5c\s'{}]{1,60}\uff5c>|</?s>|\[/?[A-Z_]{3,}\]|<SPECIAL_\d+>|<(?:bos|eos|sep)>|<(?:begin|end)_of_[a-z_]+>"
