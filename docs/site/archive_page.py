@@ -20,6 +20,7 @@ INTRODUCTIONS = {
 }
 SHARED = {
     "session_id": "the session; a rollout is a session",
+    "run": "the run of the session, `default` if none was named",
     "group_id": "null: none",
     "task_id": "null: none",
     "group_size": "members of the session's group",
