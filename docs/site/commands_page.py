@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Iterator
 
 import typer
-from cells import escape_cell
 from typer.core import TyperGroup
 
 from cli.main import app
@@ -38,14 +37,14 @@ def _walk(words: str, command: object) -> Iterator[tuple[str, typer.core.TyperCo
 
 def _render_section(words: str, command: typer.core.TyperCommand) -> str:
     text = inspect.cleandoc(command.help or "").replace("\f", "").replace("\b", "").strip()
-    return f"\n## {words}\n\n```text\n{text}\n```\n\n| | |\n|---|---|\n" + "".join(map(_render_row, command.params))
+    return f"\n## {words}\n\n```text\n{text}\n```\n\n" + "".join(map(_render_row, command.params))
 
 
 def _render_row(parameter: object) -> str:
     names = [*getattr(parameter, "opts", ()), *getattr(parameter, "secondary_opts", ())]
     if type(parameter).__name__ == "TyperArgument":
         names = [str(getattr(parameter, "human_readable_name", names[0]))]
-    text = escape_cell(str(getattr(parameter, "help", None) or ""))
+    text = " ".join(str(getattr(parameter, "help", None) or "").split())
     default = getattr(parameter, "default", None)
     shown = "" if default in (None, False, (), [], ...) or callable(default) else f" Default: `{default}`."
-    return f"| {', '.join(f'`{name}`' for name in names)} | {text}{shown} |\n"
+    return f"- {', '.join(f'`{name}`' for name in names)}: {text}{shown}\n"

@@ -6,10 +6,8 @@ import ast
 import inspect
 import json
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from cells import escape_cell
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
@@ -19,10 +17,9 @@ from rollout.runtimes.settings import VARIABLES, PodFields, RuntimeSettings
 HEAD = """# Settings
 
 Each setting of the service is an environment variable. Lists and maps are JSON. `verbatim serve` has flags for the common ones
-([commands](commands.md)); a flag wins over the variable. Runtimes have [settings of their own](#settings-of-a-nodes-runtimes).
+([commands](commands.md)); a flag wins over the variable. Runtimes have [settings of their own](#settings-of-a-nodes-runtimes). After each
+variable stands its default.
 
-| variable | default | meaning |
-|---|---|---|
 """
 
 
@@ -31,15 +28,13 @@ RUNTIMES = """
 
 Variables of the node's environment ([Runtimes](../runtimes.md)). Where the meaning names None, that is an unset variable.
 
-| variable | default | meaning |
-|---|---|---|
 """
 
 
 def render() -> str:
     variables = list_variables(Settings)
     rows = [
-        f"| {', '.join(f'`{each}`' for each in variables[name])} | {_format_default(field)} | {escape_cell(field.description or '')} |"
+        f"- {', '.join(f'`{each}`' for each in variables[name])}{_format_default(field)}: {' '.join((field.description or '').split())}"
         for name, field in Settings.model_fields.items()
     ]
     return HEAD + "\n".join(rows) + "\n" + RUNTIMES + "\n".join(_list_runtimes()) + "\n"
@@ -55,25 +50,21 @@ def _list_runtimes() -> list[str]:
     }
     defaults = RuntimeSettings()
     return [
-        f"| `{variable}` | {_format_value(getattr(defaults, name))} | {escape_cell(told.get(name, ''))} |"
-        for name, variable in VARIABLES.items()
+        f"- `{variable}`{_format_value(getattr(defaults, name))}: {told.get(name, '')}" for name, variable in VARIABLES.items()
     ]
 
 
 def _format_default(field: Any) -> str:
     value = field.get_default(call_default_factory=True)
-    return "required" if value is PydanticUndefined else _format_value(value)
+    return " (required)" if value is PydanticUndefined else _format_value(value)
 
 
 def _format_value(value: Any) -> str:
+    """The default, after a blank; empty if there is none."""
     if value is None or value in ([], {}, (), "", GivenToken(), PodFields()):
-        return "-"
+        return ""
     if isinstance(value, BaseModel):
-        return f"`{escape_cell(value.model_dump_json(exclude_none=True))}`"
-    if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    if isinstance(value, (Path, str, int, float)):
-        return f"`{value}`"
-    if isinstance(value, (list, tuple, dict)):
-        return f"`{escape_cell(json.dumps(value, default=str))}`"
-    return f"`{escape_cell(str(value))}`"
+        return f" `{value.model_dump_json(exclude_none=True)}`"
+    if isinstance(value, (bool, list, tuple, dict)):
+        return f" `{json.dumps(value, default=str)}`"
+    return f" `{value}`"
