@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.distributions import distributions
-from tests.support.engine.scripted_fixtures import engine, engines, service, token_service
+from tests.support.engine.scripted_fixtures import engine, engines, running, service, token_service
 from tests.support.engine.vllm_server import tiny_model, vision_engine, vllm_server, vllm_url
 from tests.support.engine.weight_fixtures import often_visited, unsampled, weights
 from tests.support.runtimes.rollout_fixtures import world
@@ -20,6 +20,7 @@ __all__ = [
     "redis_kind",
     "redis_server",
     "redis_url",
+    "running",
     "scripted_server",
     "service",
     "shared_redis",

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.support.engine.scripted_engine import Generation, Say, ScriptedEngine
 from tests.support.service.redis_server import RedisServer
-from tests.support.service.running_service import TRAINER, RunningService, Session, wait_until
+from tests.support.service.running_service import TRAINER, RunningService, wait_until
 from trainer_client import TrainerClient
 
 QUESTION = {"role": "user", "content": "hello"}
@@ -27,12 +27,6 @@ QUESTION = {"role": "user", "content": "hello"}
 def engine() -> Iterator[ScriptedEngine]:
     with ScriptedEngine(adapters=["a", "b"]) as engine:
         yield engine
-
-
-def said(session: Session, model: str, *messages: Any) -> dict[str, Any]:
-    answer = session.client.chat.completions.create(model=model, messages=list(messages), max_tokens=8)
-    message: dict[str, Any] = answer.choices[0].message.model_dump(exclude_none=True)
-    return message
 
 
 def push(service: RunningService, model: str, version: int, path: Path | str, mode: str = "keep") -> dict[str, Any]:
@@ -60,10 +54,10 @@ def test_agents_of_one_session_that_use_different_adapters_have_rows_of_their_ow
     with RunningService(engine.url, redis_url, engine_api=api) as service:
         assert push(service, "a", 3, tmp_path)["applied"]
         session = service.session(group_id="g", group_size=1)
-        first = said(session, "a", QUESTION)
-        said(session, "b", {"role": "user", "content": "a sub-agent's task"})
-        said(session, "a", QUESTION, first, {"role": "user", "content": "go on"})
-        said(session, "policy", {"role": "user", "content": "judge it"})
+        first = session.answer([QUESTION], model="a", max_tokens=8)
+        session.answer([{"role": "user", "content": "a sub-agent's task"}], model="b", max_tokens=8)
+        session.answer([QUESTION, first, {"role": "user", "content": "go on"}], model="a", max_tokens=8)
+        session.answer([{"role": "user", "content": "judge it"}], model="policy", max_tokens=8)
         assert asked_of(engine) == ["a", "b", "a", "policy"]
         rows, accounting = session.trajectories()
         found = sorted(
@@ -88,12 +82,12 @@ def test_a_name_that_no_model_has_means_the_only_adapter_and_the_base_models_nam
     with ScriptedEngine(adapters=["learner"]) as engine, RunningService(engine.url, redis_url) as service:
         session = service.session()
         for model in ("gpt-5", "learner", "policy"):
-            said(session, model, QUESTION)
+            session.answer([QUESTION], model=model, max_tokens=8)
         assert asked_of(engine) == ["learner", "learner", "policy"]
         assert sorted(row["policy"] for row in session.trajectories()[0]) == ["", "learner", "learner"]
         engine.weights.adapters["second"] = "/adapters/second"
         wait_until(lambda: statuses(service).get("second") == "serving", 60, "it is found")
-        said(session, "gpt-5", QUESTION)
+        session.answer([QUESTION], model="gpt-5", max_tokens=8)
         assert asked_of(engine)[3:] == ["policy"]
         (base,) = [each for each in service.request("GET", "/engines").json()["replicas"] if not each["policy"]]
         assert base["notes"] == [
@@ -106,7 +100,7 @@ def test_an_adapter_is_the_policy_that_the_settings_map_it_to(engine: ScriptedEn
         assert statuses(service) == {"": "serving", "writer": "serving", "b": "serving"}
         session = service.session()
         for model in ("a", "writer", "gpt-5", "b"):
-            said(session, model, QUESTION)
+            session.answer([QUESTION], model=model, max_tokens=8)
         assert asked_of(engine) == ["a", "a", "a", "b"]
         assert push(service, "writer", 1, tmp_path)["applied"]
         refused = service.request("POST", "/weights", json={"version": 1, "path": str(tmp_path), "kind": "lora", "model": "a"})
@@ -122,7 +116,7 @@ def test_an_engine_may_be_added_with_the_names_of_all_its_models(engine: Scripte
             wait_until(lambda: statuses(service) == {"": "serving", "a": "serving", "b": "serving"}, 60, "all serve")
         session = service.session()
         for model in ("a", "policy"):
-            said(session, model, QUESTION)
+            session.answer([QUESTION], model=model, max_tokens=8)
         assert asked_of(engine) == ["a", "policy"]
 
 
@@ -130,7 +124,7 @@ def test_two_models_are_never_one_policy(engine: ScriptedEngine, redis_url: str)
     """The adapter b has the name of another engine's policy, and the engine of a is called as its adapter is."""
     with ScriptedEngine(model="large") as large, RunningService([engine.url, f"b={large.url}"], redis_url) as service:
         session = service.session()
-        said(session, "b", QUESTION)
+        session.answer([QUESTION], model="b", max_tokens=8)
         assert (asked_of(engine), asked_of(large)) == ([], ["large"])
         (note,) = service.request("GET", "/engines").json()["replicas"][0]["notes"][:1]
         assert "lists the adapter 'b', which gets no calls: 'b' is a policy with engines of its own" in note
@@ -143,7 +137,7 @@ def test_a_call_for_an_adapter_that_its_engine_has_no_more_is_refused(engine: Sc
     """Also before the service has looked: it is never answered by another model."""
     with RunningService(engine.url, redis_url) as service:
         session = service.session()
-        said(session, "a", QUESTION)
+        session.answer([QUESTION], model="a", max_tokens=8)
         del engine.weights.adapters["a"]
         for _ in range(2):
             answer = session.client.with_options(max_retries=0).chat.completions.with_raw_response
@@ -159,7 +153,7 @@ def test_a_push_that_aborts_cuts_the_calls_of_its_adapter_alone(engine: Scripted
     engine.script = lambda generation, index: Say("hello world in Paris", gate=gate, gate_after=2)
     with RunningService(engine.url, redis_url) as service, ThreadPoolExecutor() as pool:
         session = service.session()
-        replies = {model: pool.submit(said, session, model, QUESTION) for model in ("a", "b", "policy")}
+        replies = {model: pool.submit(session.answer, [QUESTION], model=model, max_tokens=8) for model in ("a", "b", "policy")}
         engine.wait_for(lambda: sum(len(each.sampled.get(0, ())) for each in engine.generations) == 6)
         assert push(service, "a", 1, tmp_path, "abort")["applied"]
         assert replies["a"].result()["content"] == "hello world"
@@ -173,16 +167,16 @@ def test_a_push_that_aborts_cuts_the_calls_of_its_adapter_alone(engine: Scripted
 def test_a_fork_of_a_session_with_two_adapters_is_replayed_and_sampled_by_them(engine: ScriptedEngine, redis_url: str) -> None:
     with RunningService(engine.url, redis_url) as service:
         origin = service.session()
-        first = said(origin, "a", QUESTION)
-        said(origin, "b", {"role": "user", "content": "task"})
-        said(origin, "a", QUESTION, first, {"role": "user", "content": "go on"})
+        first = origin.answer([QUESTION], model="a", max_tokens=8)
+        origin.answer([{"role": "user", "content": "task"}], model="b", max_tokens=8)
+        origin.answer([QUESTION, first, {"role": "user", "content": "go on"}], model="a", max_tokens=8)
         origin.close(reward=1.0)
         engine.generations.clear()
         fork = service.session(replay={"session_id": origin.session_id, "until": 2})
-        again = said(fork, "a", QUESTION)
+        again = fork.answer([QUESTION], model="a", max_tokens=8)
         assert again["content"] == first["content"]
-        said(fork, "b", {"role": "user", "content": "task"})
-        said(fork, "a", QUESTION, again, {"role": "user", "content": "go on"})
+        fork.answer([{"role": "user", "content": "task"}], model="b", max_tokens=8)
+        fork.answer([QUESTION, again, {"role": "user", "content": "go on"}], model="a", max_tokens=8)
         assert asked_of(engine) == ["a"], "what was recorded is not sampled again"
         assert {row["policy"] for row in fork.trajectories()[0] if sum(row["loss_mask"])} == {"a"}
 
@@ -237,7 +231,7 @@ class World:
         gate, before = threading.Event(), len(self.engine.generations)
         self.engine.script = lambda generation, index: Say(token_ids=range(10, 10 + TOKENS), gate=gate, gate_after=TOKENS // 2)
         question = {"role": "user", "content": f"question {len(self.flying) + len(self.done)}"}
-        answer = self.pool.submit(said, self.session, model or "policy", question)
+        answer = self.pool.submit(self.session.answer, [question], model=model or "policy", max_tokens=8)
         self.engine.wait_for(lambda: len(self.engine.generations) > before and self.engine.last.sampled.get(0) is not None)
         generation = self.engine.last
         self.engine.wait_for(lambda: len(generation.sampled[0]) == TOKENS // 2)

@@ -44,17 +44,11 @@ def served(service: RunningService) -> int:
     return sum(replica["status"] == "serving" for replica in replicas)
 
 
-def said(session: Session, model: str, *messages: Any) -> dict[str, Any]:
-    answer = session.client.chat.completions.create(model=model, messages=list(messages), max_tokens=8)
-    message: dict[str, Any] = answer.choices[0].message.model_dump(exclude_none=True)
-    return message
-
-
 def of_both(service: RunningService, name: str) -> Session:
     """A session, closed, that has a row of each policy."""
     session = service.session(group_id=name, group_size=1)
-    said(session, "policy", QUESTION)
-    said(session, "b", QUESTION)
+    session.answer([QUESTION], model="policy", max_tokens=8)
+    session.answer([QUESTION], model="b", max_tokens=8)
     session.close(reward=1.0)
     return session
 
@@ -79,10 +73,10 @@ def test_a_session_that_changes_the_model_has_a_row_of_each_with_its_policy(
 ) -> None:
     with serving(engines, redis_url) as service:
         session = service.session()
-        first = said(session, "policy", QUESTION)
-        second = said(session, "b", QUESTION, first, {"role": "user", "content": "and you?"})
-        said(session, "large", QUESTION, first, {"role": "user", "content": "and you?"})
-        said(session, "policy", QUESTION, first, {"role": "user", "content": "go on"}, second, QUESTION)
+        first = session.answer([QUESTION], model="policy", max_tokens=8)
+        second = session.answer([QUESTION, first, {"role": "user", "content": "and you?"}], model="b", max_tokens=8)
+        session.answer([QUESTION, first, {"role": "user", "content": "and you?"}], model="large", max_tokens=8)
+        session.answer([QUESTION, first, {"role": "user", "content": "go on"}, second, QUESTION], model="policy", max_tokens=8)
         rows, accounting = session.trajectories()
         found = [(row["policy"], len(row["call_ids"]), sum(row["loss_mask"])) for row in rows]
         lengths = [len(call["completion_ids"]) for call in session.calls]
@@ -99,8 +93,8 @@ def test_a_name_that_goes_to_another_policy_than_before_begins_another_row(redis
     with ScriptedEngine() as before, ScriptedEngine() as after:
         with RunningService(before.url, redis_url) as service:
             session = service.session()
-            first = said(session, "policy", QUESTION)
-            said(session, "policy", QUESTION, first, QUESTION)
+            first = session.answer([QUESTION], model="policy", max_tokens=8)
+            session.answer([QUESTION, first, QUESTION], model="policy", max_tokens=8)
         with RunningService([f"policy={after.url}"], redis_url) as service:
             url, http = f"{service.url}/s/{session.session_id}/v1", httpx.Client(verify=False, timeout=120)
             with openai.OpenAI(base_url=url, api_key=session.api_key, max_retries=0, http_client=http) as client:
@@ -198,7 +192,7 @@ def test_sessions_are_held_back_by_the_policy_that_lies_furthest_behind(
 
 def refusal(session: Session, model: str) -> tuple[int, str]:
     with pytest.raises(openai.APIStatusError) as raised:
-        said(session, model, QUESTION)
+        session.answer([QUESTION], model=model, max_tokens=8)
     return raised.value.status_code, str(raised.value)
 
 
@@ -209,14 +203,14 @@ def test_a_name_that_may_be_an_unreached_policys_is_answered_by_nobody_until_tha
     with RunningService([default.url, f"judge=http://127.0.0.1:{port}"], redis_url) as service:
         wait_until(lambda: served(service) == 1, 60, "the default serves")
         session = service.session()
-        said(session, "policy", QUESTION)
+        session.answer([QUESTION], model="policy", max_tokens=8)
         status, why = refusal(session, "huge")
         assert status == 503 and "may be one of judge, whose engines were not reached yet" in why
         with ScriptedEngine(model="huge").start(port) as judge:
             wait_until(lambda: served(service) == 2, 60, "the judge serves")
-            said(session, "huge", QUESTION)
+            session.answer([QUESTION], model="huge", max_tokens=8)
             assert (len(judge.generations), len(default.generations)) == (1, 1)
-            said(session, "tiny", QUESTION)
+            session.answer([QUESTION], model="tiny", max_tokens=8)
             assert len(default.generations) == 2, "now it is known that nobody goes by it"
 
 
@@ -230,5 +224,5 @@ def test_a_declared_name_goes_to_its_policy_though_no_engine_of_it_was_ever_reac
         status, why = refusal(session, "huge")
         assert status == 503 and "no engine can take the call" in why
         assert engines[0].generations == []
-        said(session, "tiny", QUESTION)
+        session.answer([QUESTION], model="tiny", max_tokens=8)
         assert len(engines[0].generations) == 1, "all names of the judge are declared, and this is none"

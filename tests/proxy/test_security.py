@@ -503,18 +503,13 @@ PICTURES: dict[str, dict[str, Any]] = {
         "model": "policy",
         "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": REMOTE}}]}],
     },
-    "responses": {
-        "model": "policy",
-        "input": [{"role": "user", "content": [{"type": "input_image", "image_url": REMOTE}]}],
-    },
+    "responses": {"model": "policy", "input": [{"role": "user", "content": [{"type": "input_image", "image_url": REMOTE}]}]},
     "messages": {
         "model": "policy",
         "max_tokens": 4,
         "messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": REMOTE}}]}],
     },
-    "gemini": {
-        "contents": [{"role": "user", "parts": [{"fileData": {"mimeType": "image/png", "fileUri": REMOTE}}]}],
-    },
+    "gemini": {"contents": [{"role": "user", "parts": [{"fileData": {"mimeType": "image/png", "fileUri": REMOTE}}]}]},
 }
 OTHER_SPELLINGS: list[dict[str, Any]] = [
     {"type": "image_url", "image_url": REMOTE},

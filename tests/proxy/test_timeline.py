@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from proxy.metrics import StepSeconds
 from proxy.timeline import COMMIT, ENGINE, OWN, PARTS, SAMPLE, STEPS, STORE, Timeline
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
-from tests.support.engine.scripted_fixtures import Running, both_paths
-from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session, wait_until
 
 ENGINE_SECONDS = 0.1
@@ -28,12 +25,6 @@ EVERY_CALL = {(step, "own") for step in ("admit", "parse", "intent", "sample", "
     ("reply", "harness"),
 }
 TOKEN_PATH = {("plan", "own"), ("plan", "engine"), ("interpret", "own"), ("interpret", "engine")}
-
-
-@pytest.fixture(scope="module")
-def running(redis_server: RedisServer) -> Iterator[Running]:
-    with both_paths(redis_server) as both:
-        yield both
 
 
 def steps_of(service: RunningService) -> dict[tuple[str, str], tuple[int, float]]:
@@ -75,10 +66,7 @@ def test_every_call_counts_once_in_each_step_and_waiting_for_the_engine_is_not_t
 def test_a_call_that_the_engine_refuses_counts_in_no_step(token_service: RunningService, engine: ScriptedEngine) -> None:
     seen = calls_seen(token_service)
     session = token_service.session()
-    refused = token_service.request(
-        "POST", f"/s/{session.session_id}/v1/chat/completions", session.api_key, json={"messages": 1}
-    )
-    assert refused.status_code == 400
+    assert session.post("/v1/chat/completions", {"messages": 1}).status_code == 400
     ask(session, stream=False)
     wait_until(lambda: calls_seen(token_service) == seen + 1, 120, "the call that was answered is counted, and it alone")
 

@@ -115,15 +115,6 @@ async def test_a_group_id_may_hold_anything(service: Service, redis_url: str) ->
         assert (await service.admin.post(f"{path}/retry")).json() == {"letters": [f"1:g:{name}"]}
 
 
-async def test_dead_letters_are_the_admins(service: Service) -> None:
-    await die(service, "s0")
-    for method, path in (("GET", ""), ("POST", "/s0/retry"), ("DELETE", "/s0")):
-        assert said(await service.trainer.request(method, f"/batches/dead{path}"))[:2] == (403, "forbidden")
-        nobody = await service.admin.request(method, f"/batches/dead{path}", headers={"authorization": ""})
-        assert nobody.status_code == 401
-    assert len((await service.admin.get("/batches/dead")).json()["dead_letters"]) == 1
-
-
 @pytest.fixture(scope="module")
 def served(redis_server: Any) -> Iterator[RunningService]:
     with RunningService(NO_ENGINE, redis_server.url) as service:

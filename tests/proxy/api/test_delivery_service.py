@@ -179,16 +179,6 @@ def test_a_batch_of_many_megabytes_arrives_whole_while_others_are_served(redis_u
             assert service.request("POST", f"/batches/{batch['lease_id']}/nack", TRAINER).status_code == 200
 
 
-async def test_stale_groups_carry_a_mark_where_that_is_set(redis_url: str) -> None:
-    async with running(redis_url, stale_groups="flag") as service:
-        await service.finished("old", version=1)
-        await service.finished("new", version=5)
-        await service.services.weights.advance(WeightState(5))
-        batch = await service.lease(max_groups=9, max_staleness=1)
-    assert batch is not None
-    assert [(group["group_id"], group.get("stale")) for group in batch["groups"]] == [("old", True), ("new", None)]
-
-
 async def test_stale_groups_are_dropped_and_counted_where_that_is_set(redis_url: str) -> None:
     async with running(redis_url, stale_groups="drop") as service:
         await service.finished("old", version=1)
@@ -286,39 +276,6 @@ def test_a_group_that_nobody_completes_is_given_up_by_the_running_service(redis_
 
         wait_until(lambda: bool(dead()), 60, "the group was given up")
         assert dead()[0]["reason"].startswith("incomplete: ")
-
-
-@pytest.mark.case(47)
-@pytest.mark.parametrize(
-    ("policy", "state", "delivered"),
-    [("require_all", "filling", []), ("allow_partial", "leased", ["good"]), ("drop", "dropped", [])],
-)
-async def test_a_group_whose_member_failed_follows_its_policy(
-    redis_url: str, policy: str, state: str, delivered: list[str]
-) -> None:
-    """Waiting for a replacement, delivered without it, or dropped."""
-    async with running(redis_url, group={"policy": policy}) as service:
-        group: dict[str, Any] = {"group_id": "g", "group_size": 2}
-        await service.finished("good", **group)
-        await service.session("bad", 7, **group)
-        await service.close("bad", "failed", error="broke")
-        assert await leased_sessions(service) == delivered
-        counts = (await service.trainer.get("/batches")).json()["groups"]
-        assert {name: number for name, number in counts.items() if number} == {state: 1}
-
-
-async def test_a_replacement_completes_the_group_of_a_failed_member(service: Service) -> None:
-    group: dict[str, Any] = {"group_id": "g", "group_size": 2}
-    await service.finished("good", **group)
-    await service.session("bad", 7, **group)
-    await service.close("bad", "timeout")
-    await service.finished("again", **group)
-    assert await leased_sessions(service) == ["good", "again"]
-
-
-async def leased_sessions(service: Service) -> list[str]:
-    batch = await service.lease()
-    return [row["session_id"] for row in batch["groups"][0]["trajectories"]] if batch else []
 
 
 @pytest.fixture

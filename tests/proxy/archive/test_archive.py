@@ -422,14 +422,7 @@ def test_a_part_that_is_none_is_refused(
 
 def test_a_session_as_it_is_shown_has_every_field_and_is_the_same_session_again() -> None:
     info = SessionInfo(
-        "s",
-        b"the hash of a key",
-        1.5,
-        task_id="t",
-        group_id="g",
-        group_size=4,
-        metadata={"a": [1]},
-        sampling={"seed": 7},
+        "s", b"the hash of a key", 1.5, task_id="t", group_id="g", group_size=4, metadata={"a": [1]}, sampling={"seed": 7}
     )
     state = SessionState(
         info,

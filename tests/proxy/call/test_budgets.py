@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,9 +15,7 @@ from proxy.store.connection import StoreConnection
 from proxy.store.sessions import SessionStore
 from proxy.store.states import Intent, Share
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
-from tests.support.engine.scripted_fixtures import Running, both_paths
-from tests.support.service import plain_http
-from tests.support.service.redis_server import RedisServer
+from tests.support.engine.scripted_fixtures import Running
 from tests.support.service.running_service import TRAINER, RunningService, Session, hanging_up, wait_until
 
 USER: list[Any] = [{"role": "user", "content": "q"}]
@@ -36,17 +33,10 @@ CALL = '<tool_call>\n{"name": "lookup", "arguments": {}}\n</tool_call>'
 LONG = "one two three four five six seven eight nine ten eleven twelve"
 
 
-@pytest.fixture(scope="module")
-def running(redis_server: RedisServer) -> Iterator[Running]:
-    with both_paths(redis_server) as running:
-        yield running
-
-
 def ask(session: Session, dialect: str = "chat", **fields: Any) -> httpx.Response:
     path, body = DIALECTS[dialect]
     body = body | fields | ({} if dialect == "gemini" else {"model": "policy"})
-    url = session.base_url.removesuffix("/v1") + path
-    return plain_http.post(url, json=body, headers={"Authorization": f"Bearer {session.api_key}"})
+    return session.post(path, body)
 
 
 def ends(session: Session) -> list[tuple[str, bool]]:
@@ -162,26 +152,18 @@ def test_every_process_counts_alike(engine: ScriptedEngine, running: Running) ->
     here, there = running[1]["token"], running[1]["chat"]
     session = here.session(max_calls=2)
     engine.say("a", "b")
-    elsewhere = session.base_url.replace(here.url, there.url)
-    assert ask(session).status_code == 200
-    headers = {"Authorization": f"Bearer {session.api_key}"}
     body = {"model": "policy", "messages": USER}
-    assert plain_http.post(f"{elsewhere}/chat/completions", json=body, headers=headers).status_code == 200
-    assert ask(session).status_code == 401
-    assert plain_http.post(f"{elsewhere}/chat/completions", json=body, headers=headers).status_code == 401
+    for status in (200, 401):
+        assert ask(session).status_code == status
+        assert session.post("/v1/chat/completions", body, at=there).status_code == status
     assert len(session.calls) == 2
 
 
 def ask_everywhere(running: Running, session: Session, count: int, **fields: Any) -> list[httpx.Response]:
     """So many calls at once, of two services by turns."""
-    here, there = running[1]["token"], running[1]["chat"]
-    urls = [session.base_url, session.base_url.replace(here.url, there.url)]
-    headers = {"Authorization": f"Bearer {session.api_key}"}
-    body = {"model": "policy", "messages": USER, **fields}
+    places, body = list(running[1].values()), {"model": "policy", "messages": USER, **fields}
     with ThreadPoolExecutor(count) as pool:
-        calls = [
-            pool.submit(plain_http.post, f"{urls[i % 2]}/chat/completions", json=body, headers=headers) for i in range(count)
-        ]
+        calls = [pool.submit(session.post, "/v1/chat/completions", body, at=places[i % 2]) for i in range(count)]
         return [call.result() for call in calls]
 
 

@@ -32,12 +32,7 @@ OWN = partial(HttpConnection, patience=HttpTimeouts())
 FEW_BYTES = 4096
 LONG = "hello world " * 600
 """With its logprobs some hundred kilobytes."""
-BODY: dict[str, Any] = {
-    "model": "policy",
-    "messages": [{"role": "user", "content": "q"}],
-    "logprobs": True,
-    "top_logprobs": 5,
-}
+BODY: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "q"}], "logprobs": True, "top_logprobs": 5}
 
 STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 LAST = pytest.mark.parametrize("header", ["", "Connection: close\r\n"], ids=["kept open", "last"])
@@ -147,12 +142,7 @@ async def test_a_reply_on_its_way_when_another_process_closes_its_session_stays_
     assert await delivered(redis_server, session.session_id) == 0
 
 
-RESPONSE: dict[str, Any] = {
-    "model": "policy",
-    "input": "q",
-    "include": ["message.output_text.logprobs"],
-    "top_logprobs": 5,
-}
+RESPONSE: dict[str, Any] = {"model": "policy", "input": "q", "include": ["message.output_text.logprobs"], "top_logprobs": 5}
 
 
 @STREAMED

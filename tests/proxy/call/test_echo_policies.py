@@ -18,7 +18,6 @@ import pytest
 from tests import ROOT
 from tests.support.engine.scripted_engine import ScriptedEngine, logprobs_of
 from tests.support.engine.template_families import FAMILIES, Family
-from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session
 from tests.support.sessions.conversations import tool_result, turn
@@ -282,11 +281,7 @@ def check_truth(engine: ScriptedEngine, session: Session) -> list[dict[str, Any]
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=lambda behaviour: behaviour.does)
 def test_rows_of_a_harness_that(
-    engine: ScriptedEngine,
-    showing: ScriptedEngine,
-    services: dict[bool, RunningService],
-    behaviour: Behaviour,
-    policy: str,
+    engine: ScriptedEngine, showing: ScriptedEngine, services: dict[bool, RunningService], behaviour: Behaviour, policy: str
 ) -> None:
     asked = showing if behaviour.shown else engine
     session = services[behaviour.shown].session(echo_policy=policy)
@@ -371,7 +366,7 @@ def test_the_policy_lasts_when_another_process_goes_on(
     with RunningService(engine.url, redis_server.url, engine_api="token") as other:
         for at in range(TURNS):
             place = (other, service)[at % 2]
-            client = session.client.with_options(base_url=f"{place.url}/s/{session.session_id}/v1")
+            client = session.client_at(place)
             answer = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
             reply = answer.choices[0].message.model_dump(exclude_none=True)
             if reply.get("tool_calls"):
@@ -380,8 +375,7 @@ def test_the_policy_lasts_when_another_process_goes_on(
 
 
 def post(session: Session, path: str, body: dict[str, Any]) -> Any:
-    root = session.base_url.removesuffix("/v1")
-    answer = plain_http.post(root + path, json=body, headers={"Authorization": f"Bearer {session.api_key}"})
+    answer = session.post(path, body)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -447,7 +441,7 @@ def test_an_effort_that_changes_in_another_process_is_held_against_the_ids(
     reply = session.answer("Find alpha.", tools=TOOLS, reasoning_effort="low")
     messages: list[Any] = [turn("user", "Find alpha."), reply, *(tool_result(reply, "7", at) for at in range(2))]
     with RunningService(engine.url, redis_server.url, engine_api="token") as other:
-        client = session.client.with_options(base_url=f"{other.url}/s/{session.session_id}/v1")
+        client = session.client_at(other)
         client.chat.completions.create(model="policy", messages=messages, tools=TOOLS, reasoning_effort="high")
     assert len(check_truth(engine, session)) == 1
 

@@ -13,14 +13,11 @@ from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.support.engine.scripted_engine import ScriptedEngine
-from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.service import plain_http
-from tests.support.service.redis_server import RedisServer
-from tests.support.service.running_service import ADMIN, RunningService, Session
+from tests.support.service.running_service import ADMIN, RunningService
 
 CONTROL_ROUNDS, HARNESS_ROUNDS = 8, 80
 SLOW_FIELDS = {"wait_seconds"}
@@ -163,10 +160,7 @@ BODIES["/v1/messages/count_tokens"] = BODIES["/v1/messages"]
 BODIES["/v1beta/models/policy:countTokens"] = BODIES["/v1beta/models/policy:generateContent"]
 
 
-@pytest.fixture(scope="module")
-def running(redis_server: RedisServer) -> Iterator[Running]:
-    with both_paths(redis_server, max_model_len=2048) as running:
-        yield running
+SETTINGS = {"max_model_len": 2048}
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -194,12 +188,6 @@ def broken(dice: random.Random, body: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
-def send(session: Session, path: str, body: Any) -> httpx.Response:
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    url = session.base_url.removesuffix("/v1") + path
-    return plain_http.post(url, content=content, headers={"authorization": f"Bearer {session.api_key}"})
-
-
 @pytest.mark.parametrize("path", BODIES)
 def test_a_broken_body_is_answered_or_refused_and_only_an_answer_is_recorded(
     engine: ScriptedEngine, service: RunningService, path: str
@@ -209,7 +197,7 @@ def test_a_broken_body_is_answered_or_refused_and_only_an_answer_is_recorded(
         session, answered = service.session(), 0
         for _ in range(10):
             body = broken(dice, BODIES[path])
-            answer = send(session, path, body)
+            answer = session.post(path, body)
             assert answer.status_code < 500, (answer.status_code, answer.text, body)
             answered += answer.status_code == 200 and "count" not in path
         recorded = session.calls
@@ -226,7 +214,7 @@ def test_a_broken_body_is_answered_or_refused_and_only_an_answer_is_recorded(
 def test_what_is_no_request_is_400_and_leaves_no_record(token_service: RunningService, path: str, content: bytes) -> None:
     """It is refused before anything depends on the path to the engine."""
     session = token_service.session()
-    answer = send(session, path, content)
+    answer = session.post(path, content)
     assert answer.status_code == 400, answer.text
     assert session.calls == []
 
@@ -259,7 +247,7 @@ def test_a_number_that_no_record_can_hold_is_refused_before_anything_is_sampled(
         body = {"contents": [{"parts": [{"text": "q"}]}], "generationConfig": {field: value}}
     else:
         body = {"model": "policy", **NUMBERS[path][0], field: value}
-    answer = send(session, path, body)
+    answer = session.post(path, body)
     assert answer.status_code == 400 and f"'{field}'" in answer.text, answer.text
     assert session.calls == [] and engine.generations == []
 
@@ -267,7 +255,7 @@ def test_a_number_that_no_record_can_hold_is_refused_before_anything_is_sampled(
 def test_a_whole_number_that_google_writes_as_a_float_is_no_less_bounded(service: RunningService) -> None:
     session = service.session()
     body = {"contents": [{"parts": [{"text": "q"}]}], "generationConfig": {"seed": 1e308}}
-    answer = send(session, GEMINI, body)
+    answer = session.post(GEMINI, body)
     assert answer.status_code == 400 and "'seed' must be an integer of at most 64 bits" in answer.text, answer.text
     assert session.calls == []
 

@@ -67,10 +67,7 @@ TURNS: dict[str, dict[str, Any]] = {
     },
     "/v1beta/models/policy:generateContent": {
         "contents": [
-            {
-                "role": "user",
-                "parts": [{"inlineData": {"mimeType": "image/png", "data": base64.b64encode(IMAGE).decode()}}],
-            },
+            {"role": "user", "parts": [{"inlineData": {"mimeType": "image/png", "data": base64.b64encode(IMAGE).decode()}}]},
             {"role": "model", "parts": [{"text": "a"}]},
             {"role": "user", "parts": [{"text": "q"}]},
         ]

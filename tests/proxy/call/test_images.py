@@ -82,11 +82,6 @@ def user(*parts: Any) -> dict[str, Any]:
     return {"role": "user", "content": [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]}
 
 
-def post(session: Session, path: str, body: Any) -> httpx.Response:
-    url = session.base_url.removesuffix("/v1") + path
-    return httpx.post(url, json=body, headers={"authorization": f"Bearer {session.api_key}"}, timeout=120)
-
-
 def placed(call: dict[str, Any]) -> list[tuple[str, list[int]]]:
     """Digest and ids of each image of the call's prompt."""
     ids = call["prompt_ids"]
@@ -145,7 +140,7 @@ def test_an_image_of_any_dialect_is_placed_in_the_ids_that_the_model_saw(
     engine: ScriptedEngine, session: Session, dialect: str
 ) -> None:
     path, body = requests_of(RED)[dialect]
-    answer = post(session, path, body)
+    answer = session.post(path, body)
     assert answer.status_code == 200, answer.text
     (call,) = session.calls
     pad = SEEING.id_of(PAD)
@@ -307,7 +302,7 @@ def results_of(data: bytes, call_id: str) -> dict[str, tuple[str, dict[str, Any]
 @pytest.mark.case(71)
 @pytest.mark.parametrize("dialect", ["responses", "messages", "gemini"])
 def test_an_image_in_a_tool_result_of_any_dialect_is_placed(session: Session, dialect: str) -> None:
-    answer = post(session, *results_of(RED, "toolu_1")[dialect])
+    answer = session.post(*results_of(RED, "toolu_1")[dialect])
     assert answer.status_code == 200, answer.text
     (call,) = session.calls
     assert call["messages"][-1]["role"] == "tool"
@@ -321,10 +316,10 @@ def test_the_same_bytes_in_any_form_are_one_image(engine: ScriptedEngine, sessio
     for form in [*forms_of(RED), {"type": "image_url", "image_url": {"url": f"sha256:{digest(RED)}"}}]:
         session.answer([user(form, "see")])
     for path, body in requests_of(RED).values():
-        assert post(session, path, body).status_code == 200
+        assert session.post(path, body).status_code == 200
     named = {"fileData": {"mimeType": "image/png", "fileUri": f"sha256:{digest(RED)}"}}
     body = {"contents": [{"role": "user", "parts": [named, {"text": "see"}]}]}
-    assert post(session, "/v1beta/models/policy:generateContent", body).status_code == 200
+    assert session.post("/v1beta/models/policy:generateContent", body).status_code == 200
     assert kept(store) == {digest(RED)}
     assert {tuple(each["digest"] for each in call["media"]) for call in session.calls} == {(digest(RED),)}
     # All of them have the same history, so each is another sample of the same request.
@@ -341,7 +336,7 @@ def test_an_image_that_the_session_has_had_is_not_decoded_again(session: Session
 
     monkeypatch.setattr(door, "check_image", check)
     for content in ((image(RED), "see"), (image(RED), image(BLUE), "and now")):
-        assert post(session, "/v1/chat/completions", {"model": "policy", "messages": [user(*content)]}).status_code == 200
+        assert session.post("/v1/chat/completions", {"model": "policy", "messages": [user(*content)]}).status_code == 200
     assert decoded == [RED, BLUE]
 
 
@@ -494,9 +489,8 @@ def test_images_count_towards_the_session_and_another_process_finds_them(
     state = store.hgetall(f"vb:{{s:{session.session_id}}}:state")
     assert int(state[b"bytes"]) > len(RED)
     with RunningService(engine.url, redis_server.url, engine_api="token") as other:
-        url = f"{other.url}/s/{session.session_id}/v1/chat/completions"
         body = {"model": "policy", "messages": [user({"type": "image_url", "image_url": {"url": f"sha256:{digest(RED)}"}})]}
-        answer = httpx.post(url, json=body, headers={"authorization": f"Bearer {session.api_key}"}, timeout=120)
+        answer = session.post("/v1/chat/completions", body, at=other)
         assert answer.status_code == 200, answer.text
     assert placed(session.calls[-1])[0][0] == digest(RED)
 
@@ -531,7 +525,7 @@ def test_a_bad_image_is_refused_in_the_dialects_shape_and_nothing_is_kept(
     data, reason = BAD[bad]
     path, body = requests_of(data)[dialect]
     before = keys_of(store)
-    answer = post(session, path, body)
+    answer = session.post(path, body)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert reason in error["message"]
@@ -566,7 +560,7 @@ def test_what_cannot_be_placed_is_refused_and_nothing_is_kept(
 ) -> None:
     session = session_of(session)
     before = keys_of(store)
-    answer = post(session, "/v1/chat/completions", {"model": "policy", "messages": messages})
+    answer = session.post("/v1/chat/completions", {"model": "policy", "messages": messages})
     assert answer.status_code == 400 and reason in answer.json()["error"]["message"], answer.text
     assert session.calls == []
     assert keys_of(store) == before
@@ -581,7 +575,7 @@ def test_a_model_that_takes_no_images_says_so_in_the_dialects_shape(
     session, engine.most_images = session_of(session), 0
     before = keys_of(store)
     try:
-        answer = post(session, *requests_of(RED)[dialect])
+        answer = session.post(*requests_of(RED)[dialect])
     finally:
         engine.most_images = 4
     error = answer.json()["error"]
@@ -622,7 +616,7 @@ def test_a_placeholder_is_never_sampled_nor_trained(engine: ScriptedEngine, sess
 
 @DIALECTS
 def test_on_the_chat_path_an_image_is_passed_on(engine: ScriptedEngine, running: Running, dialect: str) -> None:
-    answer = post(running[1]["chat"].session(), *requests_of(RED)[dialect])
+    answer = running[1]["chat"].session().post(*requests_of(RED)[dialect])
     assert answer.status_code == 200, answer.text
     assert engine.last.messages is not None
     assert engine.last.messages[-1]["content"][0] == image(RED)
@@ -644,22 +638,21 @@ def test_on_the_chat_path_an_image_is_kept_and_not_trained(
 
 def test_tokens_are_counted_with_their_images(session: Session) -> None:
     _, body = requests_of(RED)["messages"]
-    counted = post(session, "/v1/messages/count_tokens", body).json()["input_tokens"]
-    assert post(session, "/v1/messages", body).json()["usage"]["input_tokens"] == counted == len(session.calls[0]["prompt_ids"])
+    counted = session.post("/v1/messages/count_tokens", body).json()["input_tokens"]
+    assert session.post("/v1/messages", body).json()["usage"]["input_tokens"] == counted == len(session.calls[0]["prompt_ids"])
 
 
 def test_a_stored_response_names_its_image_so_that_it_can_be_sent_again(session: Session) -> None:
     path, body = requests_of(RED)["responses"]
-    stored = post(session, path, body).json()
-    url = f"{session.base_url}/responses/{stored['id']}/input_items"
-    items = httpx.get(url, headers={"authorization": f"Bearer {session.api_key}"}).json()["data"]
+    stored = session.post(path, body).json()
+    items = session.request("GET", f"/v1/responses/{stored['id']}/input_items").json()["data"]
     assert items[0]["content"][0] == {"type": "input_image", "detail": "auto", "image_url": f"sha256:{digest(RED)}"}
     again = {
         "model": "policy",
         "input": [{"role": "user", "content": items[0]["content"]}],
         "previous_response_id": stored["id"],
     }
-    assert post(session, path, again).status_code == 200
+    assert session.post(path, again).status_code == 200
     assert [each for each, _ in placed(session.calls[1])] == [digest(RED)] * 2
     assert len(session.trajectories()[0]) == 1
 

@@ -35,7 +35,6 @@ from proxy.timeline import CancelScope
 from reconstruct.codec import decode, encode
 from tests.proxy.call.test_delivered import OWN
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
-from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisKind, RedisServer, running_redis
 from tests.support.service.running_service import RunningService, Session, streamed_text, wait_until
 from tests.support.service.verbatim_process import Serving
@@ -102,10 +101,11 @@ def close(service: RunningService | Serving, session: Session, status: str = "ca
     return service.request("POST", f"/sessions/{session.session_id}/close", json={"status": status, **fields})
 
 
-def test_a_close_in_one_process_cuts_and_records_the_call_in_another(
-    engine: ScriptedEngine, both: tuple[RunningService, RunningService]
+@pytest.mark.parametrize("closing", [0, 1], ids=["its own process", "another"])
+def test_a_close_cuts_and_records_the_call_in_flight(
+    engine: ScriptedEngine, both: tuple[RunningService, RunningService], closing: int
 ) -> None:
-    here, there = both
+    here, there = both[0], both[closing]
     session = here.session()
     with under_way(engine, session.client) as answer:
         closed = close(there, session, "completed", reward=1.0)
@@ -119,10 +119,12 @@ def test_a_close_in_one_process_cuts_and_records_the_call_in_another(
     assert (accounting["sampled_tokens"], accounting["exported_tokens"]) == (2, 2), "the harness was given them"
 
 
-def test_a_delete_in_one_process_ends_the_call_in_another_and_leaves_no_key(
-    engine: ScriptedEngine, both: tuple[RunningService, RunningService], redis_kind: RedisKind
+@pytest.mark.case(52)
+@pytest.mark.parametrize("deleting", [0, 1], ids=["its own process", "another"])
+def test_a_delete_ends_the_call_in_flight_and_leaves_no_key(
+    engine: ScriptedEngine, both: tuple[RunningService, RunningService], redis_kind: RedisKind, deleting: int
 ) -> None:
-    here, there = both
+    here, there = both[0], both[deleting]
     session = here.session(group_id="g", group_size=2)
     with under_way(engine, session.client, stream=False) as answer:
         assert there.request("DELETE", f"/sessions/{session.session_id}").status_code == 204
@@ -156,10 +158,8 @@ def test_a_key_opens_nothing_once_another_process_has_closed_its_session(
     session = here.session()
     session.ask("q")
     assert close(there, session).status_code == 200
-    headers = {"Authorization": f"Bearer {session.api_key}"}
     body = {"model": "policy", "max_tokens": 8, "messages": [{"role": "user", "content": "q"}]}
-    for method, path, content in (("GET", "/v1/models", None), ("POST", "/v1/messages/count_tokens", body)):
-        answer = plain_http.request(method, f"{here.url}/s/{session.session_id}{path}", headers=headers, json=content)
+    for answer in (session.request("GET", "/v1/models"), session.post("/v1/messages/count_tokens", body)):
         assert answer.status_code == 409, answer.text
 
 

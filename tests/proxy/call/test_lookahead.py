@@ -19,7 +19,6 @@ from proxy.engine.pool.membership import replica_at
 from proxy.engine.pool.seats import rank_replicas
 from tests.proxy.call.test_replay import Walk, call_tools, expected_logprobs, fork, tool_loop
 from tests.support.engine.scripted_engine import Fail, Generation, Hang, Reply, Say, ScriptedEngine, logprobs_of
-from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session, hanging_up, streamed_text, wait_until
 from tests.support.sessions.conversations import TOOLS, tool_result, turn
@@ -27,10 +26,7 @@ from tests.support.sessions.conversations import TOOLS, tool_result, turn
 THREE: dict[str, Any] = {"n": 3, "choose": "logprob"}
 
 
-@pytest.fixture(scope="module")
-def running(redis_server: RedisServer) -> Iterator[Running]:
-    with both_paths(redis_server, frozen_models=["judge"]) as running:
-        yield running
+SETTINGS = {"frozen_models": ["judge"]}
 
 
 class Chooser:

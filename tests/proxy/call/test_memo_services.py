@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.support.engine.scripted_engine import ScriptedEngine
-from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session
 
@@ -44,9 +43,7 @@ class Agent:
             self.around = {} if self.around else self.tools()
         self.history.append(self.say("word " * self.random.choice([1, 5, 1200])))
         body = {"model": "policy", **self.around, self.listed: self.history}
-        base = self.session.base_url.removesuffix("/v1")
-        keys = {"authorization": f"Bearer {self.session.api_key}"}
-        answer = plain_http.post(base + self.path, content=json.dumps(body), headers=keys)
+        answer = self.session.post(self.path, body)
         assert answer.status_code == 200, answer.text
         self.history += self.read(answer.json())
 

@@ -13,8 +13,7 @@ import httpx
 import pytest
 
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
-from tests.support.engine.scripted_fixtures import Running, both_paths
-from tests.support.service import plain_http
+from tests.support.engine.scripted_fixtures import Running
 from tests.support.service.redis_server import RedisServer, free_port
 from tests.support.service.running_service import RunningService, Session
 from tests.support.sessions.conversations import TOOLS, tool_result, turn
@@ -30,12 +29,6 @@ DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def running(redis_server: RedisServer) -> Iterator[Running]:
-    with both_paths(redis_server) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def strict(running: Running, redis_server: RedisServer) -> Iterator[RunningService]:
     with RunningService(running[0].url, redis_server.url, strict_models=True) as service:
         yield service
@@ -47,8 +40,7 @@ def ask(session: Session, dialect: str, model: str, *, stream: bool = False) -> 
         path = path.format(model=model, method="streamGenerateContent?alt=sse" if stream else "generateContent")
     else:
         body = body | {"model": model, "stream": stream}
-    url = session.base_url.removesuffix("/v1") + path
-    return plain_http.post(url, json=body, headers={"Authorization": f"Bearer {session.api_key}"})
+    return session.post(path, body)
 
 
 def models_in(answer: httpx.Response) -> set[str]:
@@ -101,8 +93,7 @@ def test_strictly_an_unknown_name_is_refused(engine: ScriptedEngine, strict: Run
 
 
 def test_strictly_an_unknown_name_cannot_be_looked_up(strict: RunningService) -> None:
-    session = strict.session()
-    answer = plain_http.get(f"{session.base_url}/models/gpt-5", headers={"Authorization": f"Bearer {session.api_key}"})
+    answer = strict.session().request("GET", "/v1/models/gpt-5")
     assert answer.status_code == 404 and answer.json()["error"]["param"] == "model"
 
 

@@ -99,12 +99,11 @@ def test_a_refused_call_and_one_that_the_engine_fails_say_why(engine: ScriptedEn
         with traced(receiver, engine, redis_server) as service:
             session = service.session()
             body = {"model": "policy", "messages": [{"role": "user", "content": "x"}]}
-            url = f"{session.base_url}/chat/completions"
-            assert plain_http.post(url, json=body, headers={"Authorization": "Bearer vb-wrong"}).status_code == 401
+            wrong = {"authorization": "Bearer vb-wrong"}
+            assert session.post("/v1/chat/completions", body, headers=wrong).status_code == 401
             engine.script = lambda generation, index: Fail(500, "broken")
-            headers = {"Authorization": f"Bearer {session.api_key}"}
-            failed = plain_http.post(url, json=body, headers=headers).status_code
-            plain_http.get(f"{session.base_url}/models", headers=headers)
+            failed = session.post("/v1/chat/completions", body).status_code
+            session.request("GET", "/v1/models")
         calls = sorted((span for span in receiver.spans if span.name == "call"), key=lambda span: span.started)
     told = [(call.failed, call.attributes["error.type"], call.attributes["http.response.status_code"]) for call in calls]
     assert told == [(True, "invalid_api_key", 401), (True, "engine_failed", failed)]

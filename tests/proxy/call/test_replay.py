@@ -22,7 +22,7 @@ from proxy.store.sessions import is_reference
 from proxy.store.states import Intent
 from tests.end_to_end.test_dialects import by_chat, by_completions, by_gemini, by_messages, by_responses
 from tests.support.engine.scripted_engine import Say, ScriptedEngine, logprobs_of
-from tests.support.engine.scripted_fixtures import Running, both_paths
+from tests.support.engine.scripted_fixtures import Running
 from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer, running_redis
 from tests.support.service.running_service import RunningService, Session, hanging_up, streamed_text, wait_until
@@ -33,10 +33,7 @@ Message = dict[str, Any]
 SAMPLED = ("prompt_ids", "completion_ids", "logprobs", "weight_versions", "finish_reason", "reply", "started_at")
 
 
-@pytest.fixture(scope="module")
-def running(redis_server: RedisServer) -> Iterator[Running]:
-    with both_paths(redis_server, strict_models=True) as running:
-        yield running
+SETTINGS = {"strict_models": True}
 
 
 @pytest.fixture
@@ -163,16 +160,11 @@ WHOLE: dict[str, Any] = {
 }
 
 
-def post(session: Session, service: RunningService, path: str, body: Any, **headers: str) -> Any:
-    url = f"{service.url}/s/{session.session_id}{path}"
-    return plain_http.post(url, json=body, headers={"Authorization": f"Bearer {session.api_key}", **headers})
-
-
 @pytest.mark.parametrize("path", WHOLE)
 def test_a_whole_reply_is_the_same_to_the_last_byte(engine: ScriptedEngine, token_service: RunningService, path: str) -> None:
     origin = token_service.session()
-    first = post(origin, token_service, path, WHOLE[path])
-    again = post(fork(token_service, origin), token_service, path, WHOLE[path])
+    first = origin.post(path, WHOLE[path])
+    again = fork(token_service, origin).post(path, WHOLE[path])
     assert first.status_code == again.status_code == 200
     assert again.content == first.content
 
@@ -216,14 +208,14 @@ def test_a_fork_goes_on_in_any_process_and_after_restarts(
     for number in range(3):
         # Each request reaches another process; the last one a new one, which has nothing but the store.
         service = (other_service, token_service)[number % 2]
-        answer = post(copy, service, "/v1/chat/completions", {**CHAT, "messages": messages, "tools": TOOLS}).json()
+        answer = copy.post("/v1/chat/completions", {**CHAT, "messages": messages, "tools": TOOLS}, at=service).json()
         messages.append(answer["choices"][0]["message"])
         messages.append(tool_result(messages[-1], str(number)))
     assert [each["content"] for each in messages] == [each.get("content") for each in recorded[:7]]
     assert [each.get("tool_calls") for each in messages] == [each.get("tool_calls") for each in recorded[:7]]
     assert len(engine.generations) == asked
     with RunningService(engine.url, token_service.settings.redis, engine_api="token") as restarted:
-        answer = post(copy, restarted, "/v1/chat/completions", {**CHAT, "messages": messages, "tools": TOOLS})
+        answer = copy.post("/v1/chat/completions", {**CHAT, "messages": messages, "tools": TOOLS}, at=restarted)
     assert answer.status_code == 200
     assert len(engine.generations) == asked + 1
     assert copy.calls[3]["prompt_ids"] == origin.calls[3]["prompt_ids"]
@@ -285,7 +277,7 @@ def test_of_twins_each_gets_one_of_the_recorded_replies(
     def talk(number: int) -> list[Any]:
         service, messages = (token_service, other_service)[number % 2], [turn("user", "find it")]
         for at in range(2):
-            answer = post(copy, service, "/v1/chat/completions", {**CHAT, "messages": messages, "tools": TOOLS})
+            answer = copy.post("/v1/chat/completions", {**CHAT, "messages": messages, "tools": TOOLS}, at=service)
             assert answer.status_code == 200, answer.text
             messages += [answer.json()["choices"][0]["message"]]
             messages += [tool_result(messages[-1], str(at))]
@@ -390,7 +382,7 @@ def test_an_attempt_that_a_retry_replaced_is_not_replayed(engine: ScriptedEngine
     with hanging_up(url, CHAT, origin.api_key):
         engine.wait_for(lambda: len(held) == 1, 60)
     wait_until(lambda: origin.calls and origin.calls[0]["status"] == "aborted", 60, "the first attempt is recorded")
-    assert post(origin, token_service, "/v1/chat/completions", CHAT).json()["choices"][0]["message"]["content"] == "read"
+    assert origin.post("/v1/chat/completions", CHAT).json()["choices"][0]["message"]["content"] == "read"
     copy = fork(token_service, origin, on_divergence="fail")
     assert copy.ask("q").choices[0].message.content == "read"
     assert [call["status"] for call in copy.calls] == ["finished"]
@@ -406,13 +398,13 @@ def test_a_retry_gets_the_same_reply_again(engine: ScriptedEngine, token_service
     origin = token_service.session()
     origin.ask("q")
     copy = fork(token_service, origin, on_divergence="fail")
-    first = post(copy, token_service, "/v1/chat/completions", CHAT)
-    again = post(copy, token_service, "/v1/chat/completions", CHAT, **{"x-stainless-retry-count": "1"})
+    first = copy.post("/v1/chat/completions", CHAT)
+    again = copy.post("/v1/chat/completions", CHAT, headers={"x-stainless-retry-count": "1"})
     assert again.content == first.content
     assert len(copy.calls) == 1
     wait_until(lambda: copy.calls[0]["delivered"], 60, "the delivery is noted")
     # It was delivered, so that another request of the same kind is one that was not recorded.
-    assert post(copy, token_service, "/v1/chat/completions", CHAT).json()["error"]["code"] == "replay_diverged"
+    assert copy.post("/v1/chat/completions", CHAT).json()["error"]["code"] == "replay_diverged"
 
 
 # Divergence
@@ -477,10 +469,10 @@ def test_a_refusal_says_what_was_not_recorded(engine: ScriptedEngine, token_serv
         ({**CHAT, "messages": [turn("user", "q"), turn("user", "r")]}, "its history has 2 messages"),
         ({**CHAT, "tools": TOOLS}, "its tools, parameters"),
     ):
-        answer = post(copy, token_service, chat, body)
+        answer = copy.post(chat, body)
         assert answer.status_code == 409
         assert reason in answer.json()["error"]["message"]
-    answer = post(copy, token_service, "/v1/messages", {**WHOLE["/v1/messages"], "messages": [turn("user", "x")]})
+    answer = copy.post("/v1/messages", {**WHOLE["/v1/messages"], "messages": [turn("user", "x")]})
     assert (answer.status_code, answer.json()["type"]) == (409, "error")
 
 
@@ -505,7 +497,7 @@ def test_where_ids_prove_replies_tool_results_may_differ(
     messages: list[Message] = [turn("user", "find it")]
     for number, result in enumerate(results):
         service = (token_service, other_service)[number % 2]
-        answer = post(copy, service, "/v1/chat/completions", {**CHAT, "messages": messages, "tools": TOOLS})
+        answer = copy.post("/v1/chat/completions", {**CHAT, "messages": messages, "tools": TOOLS}, at=service)
         messages += [answer.json()["choices"][0]["message"]]
         messages += [tool_result(messages[-1], result)]
     assert [each.get("tool_calls") for each in messages[1::2]] == [each["tool_calls"] for each in recorded[1:8:2]]
@@ -547,7 +539,7 @@ def test_lines_of_a_user_that_change_with_every_run_may_differ(
     messages = ask(copy, "Tuesday", 2)
     assert [each["tool_calls"] for each in messages[1::2]] == [each["tool_calls"] for each in recorded[1:5:2]]
     assert len(engine.generations) == asked
-    answer = post(copy, other_service, "/v1/chat/completions", {**CHAT, "messages": messages, "tools": TOOLS})
+    answer = copy.post("/v1/chat/completions", {**CHAT, "messages": messages, "tools": TOOLS}, at=other_service)
     assert answer.status_code == 200
     # Sampled after what really happened.
     assert engine.last.prompt_ids == engine.family.render(messages, TOOLS)
@@ -768,6 +760,6 @@ def test_a_fork_whose_records_are_gone_says_so(
     origin.ask("q")
     copy = fork(token_service, origin)
     redis_server.client().delete(*keys.session(origin.session_id))
-    answer = post(copy, other_service, "/v1/chat/completions", CHAT)
+    answer = copy.post("/v1/chat/completions", CHAT, at=other_service)
     assert answer.status_code == 409
     assert f"the records of session '{origin.session_id}', which are to be replayed, are gone" in answer.text

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.call.http import MethodNotAllowed, Routes, UpgradeRefused
+from proxy.call.http import MethodNotAllowed, Routes
 from proxy.dialects.catalogue import dialects
 from proxy.errors import NotFound
 from tests.support.engine.scripted_engine import ScriptedEngine
@@ -138,11 +138,6 @@ def test_a_path_that_is_not_listed_is_no_endpoint(path: str) -> None:
 def test_another_method_is_named_as_such() -> None:
     with pytest.raises(MethodNotAllowed, match="takes POST, not GET"):
         ROUTES.find("GET", "/v1/messages", {})
-
-
-def test_a_websocket_upgrade_is_refused_at_every_path() -> None:
-    with pytest.raises(UpgradeRefused):
-        ROUTES.find("GET", "/v1/responses", {"upgrade": "WebSocket"})
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from reconstruct.records import LOGPROB_MODES
 from reconstruct.trajectory import Trajectory
 from tests.support.engine.scripted_details import LAYERS, PER_TOKEN, experts, given_logprobs
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
-from tests.support.engine.scripted_fixtures import Running, both_paths
-from tests.support.service.redis_server import RedisServer, running_redis
+from tests.support.engine.scripted_fixtures import Running
+from tests.support.service.redis_server import running_redis
 from tests.support.service.running_service import RunningService, Session, streamed_text
 from tests.support.sessions.conversations import TOOLS, tool_result, turn
 from trainer_client import TrainerClient
@@ -33,12 +33,6 @@ from trainer_client.wire import decode_trajectory
 TOP = 2
 EVERYTHING = {"top_logprobs": TOP, "prompt_logprobs": True, "routed_experts": True}
 A_CALL = '<tool_call>\n{"name": "lookup", "arguments": {"key": "alpha"}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def running(redis_server: RedisServer) -> Iterator[Running]:
-    with both_paths(redis_server) as running:
-        yield running
 
 
 @pytest.fixture
@@ -337,8 +331,7 @@ def test_the_mode_is_the_one_that_the_engines_workers_tell(own_redis: str, mode:
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
-    [({}, "unknown"), ({"": "processed_logprobs"}, "processed"), ({"other": "raw_logits"}, "unknown")],
+    ("said", "expected"), [({}, "unknown"), ({"": "processed_logprobs"}, "processed"), ({"other": "raw_logits"}, "unknown")]
 )
 def test_an_engine_that_does_not_tell_has_the_mode_its_operator_says(own_redis: str, said: Any, expected: str) -> None:
     with ScriptedEngine(updatable=False) as engine, RunningService(engine.url, own_redis, engine_logprob_modes=said) as service:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.support.engine.altered_engine import AlteredEngine
@@ -50,12 +49,8 @@ def ask(running: Any, session: Session, at: str, said: str, messages: list[Any])
     """The session's next call, at the service of that name."""
     _, services, engines = running
     engines[at].say(said)
-    answer = httpx.post(
-        f"{services[at].url}/s/{session.session_id}/v1/chat/completions",
-        json={"model": "policy", "messages": messages, "tools": TOOLS},
-        headers={"Authorization": f"Bearer {session.api_key}"},
-        timeout=120,
-    )
+    body = {"model": "policy", "messages": messages, "tools": TOOLS}
+    answer = session.post("/v1/chat/completions", body, at=services[at])
     assert answer.status_code == 200, answer.text
     message: dict[str, Any] = answer.json()["choices"][0]["message"]
     return {name: value for name, value in message.items() if value is not None}
@@ -90,12 +85,11 @@ def test_a_prompt_of_text_goes_on_from_a_reply_without_prompt_ids_afresh(running
     """The completions endpoint: the reply's ids are known, what they were sampled after is not."""
     engine, services, engines = running
     session = services["token"].session()
-    head = {"Authorization": f"Bearer {session.api_key}"}
     text = "first second third"
     for at, said in (("sampled", " fourth"), ("token", " value")):
         engines[at].say(said)
         body = {"model": "policy", "prompt": text, "max_tokens": 20}
-        answer = httpx.post(f"{services[at].url}/s/{session.session_id}/v1/completions", json=body, headers=head, timeout=120)
+        answer = session.post("/v1/completions", body, at=services[at])
         assert answer.status_code == 200, answer.text
         text += answer.json()["choices"][0]["text"]
     first, second = session.calls

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from proxy.call.window import TOKEN_BYTES, check_texts, find_texts, measure_texts
 from proxy.errors import ContextTooLong
 from tests.support.engine.scripted_engine import ScriptedEngine
-from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
 
@@ -53,8 +52,7 @@ def test_a_text_that_cannot_fit_is_refused_and_no_engine_tokenises_it(
     engine.reset()
     session = service.session()
     path, body = ASKED[dialect]
-    headers = {"Authorization": f"Bearer {session.api_key}"}
-    answer = plain_http.post(f"{service.url}/s/{session.session_id}{path}", json=body, headers=headers)
+    answer = session.post(path, body)
     assert answer.status_code == 400, answer.text
     # In the words by which each vendor's clients know that they have to shorten the history.
     words = {"messages": "prompt is too long", "count": "prompt is too long", "gemini": "exceeds the maximum number of tokens"}
@@ -67,8 +65,7 @@ def test_texts_of_several_messages_count_together(engine: ScriptedEngine, servic
     session = service.session()
     half = {"role": "user", "content": [{"type": "text", "text": TOO_MUCH[: len(TOO_MUCH) * 2 // 3]}]}
     body = {"model": "policy", "messages": [half, half]}
-    headers = {"Authorization": f"Bearer {session.api_key}"}
-    answer = plain_http.post(f"{session.base_url}/chat/completions", json=body, headers=headers)
+    answer = session.post("/v1/chat/completions", body)
     assert answer.status_code == 400 and read_by(engine) == []
 
 
@@ -82,8 +79,7 @@ def test_what_no_prompt_need_show_is_left_to_the_engine(engine: ScriptedEngine, 
         said,
         {"role": "user", "content": "b" + " \n" * len(TOO_MUCH)},
     ]
-    headers = {"Authorization": f"Bearer {session.api_key}"}
-    plain_http.post(f"{session.base_url}/chat/completions", json={"model": "policy", "messages": messages}, headers=headers)
+    session.post("/v1/chat/completions", {"model": "policy", "messages": messages})
     assert read_by(engine) == ["/v1/chat/completions/render"]
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.support.engine.scripted_engine import ScriptedEngine
-from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.engine.template_families import FAMILIES
-from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session
 from tests.support.sessions.conversations import TOOLS, assert_sampled_as_recorded, turn
@@ -23,20 +20,13 @@ TWO = f'I look.\n{CALL}\n<tool_call>\n{{"name": "lookup", "arguments": {{"key": 
 ARGUMENTS = {"name": "lookup", "arguments": '{"key": "a"}'}
 
 
-@pytest.fixture(scope="module")
-def running(redis_server: RedisServer) -> Iterator[Running]:
-    with both_paths(redis_server) as running:
-        yield running
-
-
 def result(content: str) -> dict[str, Any]:
     return {"role": "function", "name": "lookup", "content": content}
 
 
 def post(session: Session, **fields: Any) -> httpx.Response:
     body = {"model": "policy", "messages": [turn("user", "q")], **fields}
-    key = {"Authorization": f"Bearer {session.api_key}"}
-    return plain_http.post(f"{session.base_url}/chat/completions", json=body, headers=key)
+    return session.post("/v1/chat/completions", body)
 
 
 def streamed(session: Session, messages: list[Any]) -> tuple[dict[str, Any], str]:

@@ -5,24 +5,16 @@ Collectors that read ids from replies (LiteLLM, rollout details, captures) got n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.support.engine.scripted_engine import ScriptedEngine
-from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session
 from tests.support.sessions.conversations import TOOLS
 
 IDS = {"return_token_ids": True}
-
-
-@pytest.fixture(scope="module")
-def running(redis_server: RedisServer) -> Iterator[Running]:
-    with both_paths(redis_server) as running:
-        yield running
 
 
 def ask_for_ids(session: Session, *, stream: bool, **fields: Any) -> tuple[list[Any], dict[int, Any]]:

@@ -35,7 +35,6 @@ from proxy.errors import (
 from proxy.store.states import SessionInfo
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.engine.template_families import FAMILIES
-from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
 
@@ -318,11 +317,7 @@ def test_declared_functions_become_tools_and_googles_own_are_named() -> None:
     ]
     request = parsed({"contents": HI, "tools": tools})
     assert [tool["function"] for tool in request.tools] == [
-        {
-            "name": "f",
-            "description": "does f",
-            "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
-        },
+        {"name": "f", "description": "does f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}},
         {"name": "g", "parameters": schema},
         {"name": "h", "parameters": {"type": "object", "properties": {}}},
     ]
@@ -392,14 +387,7 @@ def test_a_generation_config_is_read_in_either_spelling_and_with_numbers_as_text
         "responseModalities": ["TEXT"],
     }
     request = parsed({"contents": HI, "generation_config": config, "safetySettings": [], "labels": {"a": "b"}})
-    assert request.sampling == {
-        "temperature": 0.5,
-        "top_p": 0.25,
-        "top_k": 5,
-        "seed": 7,
-        "max_tokens": 100,
-        "stop": ["END"],
-    }
+    assert request.sampling == {"temperature": 0.5, "top_p": 0.25, "top_k": 5, "seed": 7, "max_tokens": 100, "stop": ["END"]}
     assert (request.model, request.n, request.top_logprobs, request.stream) == ("policy", 2, 3, False)
     assert request.forward == {"presence_penalty": 0.1, "reasoning_effort": "low"}
     assert request.template_kwargs == {"enable_thinking": False}
@@ -733,8 +721,7 @@ BODIES = st.one_of(
 @given(BODIES, st.sampled_from(["generateContent", "streamGenerateContent", "countTokens"]))
 def test_junk_is_refused_or_answered_and_never_an_error_of_ours(service: RunningService, body: bytes, method: str) -> None:
     session = service.session()
-    url = f"{session.base_url.removesuffix('/v1')}/v1beta/models/policy:{method}"
-    answer = plain_http.post(url, content=body, headers={"x-goog-api-key": session.api_key})
+    answer = session.post(f"/v1beta/models/policy:{method}", body)
     assert answer.status_code in (200, 400), answer.text
     if answer.status_code == 400:
         assert json.loads(answer.content)["error"]["status"] == "INVALID_ARGUMENT"

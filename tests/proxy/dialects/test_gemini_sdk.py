@@ -16,20 +16,14 @@ from google.genai import errors, types
 from pydantic import BaseModel
 
 from tests.support.engine.scripted_engine import Drop, Fail, Say, ScriptedEngine
-from tests.support.engine.scripted_fixtures import Running, both_paths
+from tests.support.engine.scripted_fixtures import Running
 from tests.support.service import plain_http
-from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session
 
 Clients = Callable[..., genai.Client]
 
 
-@pytest.fixture(scope="module")
-def running(redis_server: RedisServer) -> Iterator[Running]:
-    with both_paths(
-        redis_server, max_model_len=2048, thinking="retain", keepalive_seconds=0.3, max_body_bytes=200_000
-    ) as running:
-        yield running
+SETTINGS = {"max_model_len": 2048, "thinking": "retain", "keepalive_seconds": 0.3, "max_body_bytes": 200_000}
 
 
 @pytest.fixture
@@ -548,15 +542,6 @@ def test_tokens_are_counted_as_the_call_will_have_them(engine: ScriptedEngine, t
     assert counted == {"totalTokens": usage["promptTokenCount"]}
     bare = post(session, {"contents": body["contents"]}, "countTokens").raise_for_status().json()
     assert bare["totalTokens"] < counted["totalTokens"]
-
-
-def test_the_key_may_stand_in_the_query(engine: ScriptedEngine, service: RunningService) -> None:
-    session = service.session()
-    url = f"{root_of(session)}/v1beta/models/policy:generateContent"
-    body = {"contents": [{"parts": [{"text": "hi"}]}]}
-    assert plain_http.post(f"{url}?key={session.api_key}", json=body).status_code == 200
-    assert plain_http.post(f"{url}?key=wrong", json=body).status_code == 401
-    assert plain_http.post(url, json=body).status_code == 401
 
 
 # What goes wrong

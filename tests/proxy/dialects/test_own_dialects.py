@@ -22,7 +22,6 @@ from rollout.harnesses.definition import parse
 from rollout.harnesses.prepared import SessionAccess
 from tests.support.distributions import Distributions
 from tests.support.engine.scripted_engine import Fail, ScriptedEngine
-from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session
 from tests.support.service.toy_dialect import ToyDialect
@@ -44,9 +43,7 @@ def service(engine: ScriptedEngine, redis_server: RedisServer, distributions: Di
 
 
 def ask(session: Session, path: str = "/ask", **body: Any) -> httpx.Response:
-    url = session.base_url.removesuffix("/v1") + "/toy" + path
-    asked = {"model": "policy", "turns": [{"me": "hello"}], "most": 8, **body}
-    return plain_http.post(url, json=asked, headers={"Authorization": f"Bearer {session.api_key}"})
+    return session.post(f"/toy{path}", {"model": "policy", "turns": [{"me": "hello"}], "most": 8, **body})
 
 
 def test_a_session_says_its_base_url(service: RunningService) -> None:

@@ -33,7 +33,6 @@ from proxy.errors import RequestError, UnknownCall
 from reconstruct.messages import digest_message, minted_call_ids, projection
 from reconstruct.records import Call
 from tests.support.engine.scripted_engine import ScriptedEngine
-from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.responses_client import EVENT, RESPONSE, check_order, read_events
 from tests.support.service.running_service import RunningService, Session
@@ -297,15 +296,11 @@ patches = st.fixed_dictionaries(
     {"type": st.sampled_from(["create_file", "delete_file"]), "path": texts}, optional={"diff": texts}
 )
 arguments = st.one_of(
-    texts,
-    st.builds(json.dumps, st.builds(lambda text: {"input": text}, texts) | shell_arguments | patches | json_values),
+    texts, st.builds(json.dumps, st.builds(lambda text: {"input": text}, texts) | shell_arguments | patches | json_values)
 )
 names = st.sampled_from(["lookup", "apply_patch", "team__wait", "team__apply_patch", "local_shell", "shell", "unheard_of"])
 messages = st.builds(
-    message_of,
-    st.none() | texts | st.sampled_from(["\n\n", " a\n"]),
-    texts,
-    st.lists(st.tuples(names, arguments), max_size=3),
+    message_of, st.none() | texts | st.sampled_from(["\n\n", " a\n"]), texts, st.lists(st.tuples(names, arguments), max_size=3)
 )
 
 
@@ -452,10 +447,7 @@ def test_junk_is_refused_as_the_callers_fault(body: Any, noise: bytes) -> None:
 
 @pytest.fixture(scope="module")
 def service(redis_server: RedisServer) -> Iterator[RunningService]:
-    with (
-        ScriptedEngine("qwen3") as engine,
-        RunningService(engine.url, redis_server.url, engine_api="token") as service,
-    ):
+    with ScriptedEngine("qwen3") as engine, RunningService(engine.url, redis_server.url, engine_api="token") as service:
         yield service
 
 
@@ -470,8 +462,7 @@ def test_junk_is_never_an_error_of_the_service_and_never_half_recorded(
     service: RunningService, session: Session, body: Any
 ) -> None:
     before = recorded(service, session)
-    headers = {"Authorization": f"Bearer {session.api_key}"}
-    answer = plain_http.post(f"{session.base_url}/responses", json=body, headers=headers)
+    answer = session.post("/v1/responses", body)
     assert answer.status_code == 200 or 400 <= answer.status_code < 500, answer.text
     assert recorded(service, session) - before == (answer.status_code == 200)
 

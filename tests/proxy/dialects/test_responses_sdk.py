@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -17,7 +16,6 @@ from openai.types.responses import ResponseItemList
 from pydantic import BaseModel, TypeAdapter
 
 from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine
-from tests.support.engine.scripted_fixtures import Running, both_paths
 from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.responses_client import ask, ask_stream, ask_whole, read_events
@@ -40,12 +38,6 @@ AGENTS = {
     "tools": [{"type": "function", "name": "wait", "parameters": {"type": "object", "properties": {}}}],
 }
 SHELL = {"type": "local_shell"}
-
-
-@pytest.fixture(scope="module")
-def running(redis_server: RedisServer) -> Iterator[Running]:
-    with both_paths(redis_server) as running:
-        yield running
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "streamed"])
@@ -282,11 +274,8 @@ def test_a_custom_call_of_another_shape_goes_out_as_it_was_sampled_and_is_known_
     # A process that has not answered the call finds it in the store.
     history = [user("q"), item, answer_to(item)]
     with RunningService(engine.url, redis_server.url, engine_api="token") as other:
-        elsewhere = plain_http.post(
-            session.base_url.replace(token_service.url, other.url) + "/responses",
-            headers={"Authorization": f"Bearer {session.api_key}"},
-            json={"model": "policy", "input": history, "tools": [PATCH]},
-        ).json()
+        body = {"model": "policy", "input": history, "tools": [PATCH]}
+        elsewhere = session.post("/v1/responses", body, at=other).json()
     ask(session, stream, input=[*history, *elsewhere["output"], user("go on")], tools=[PATCH])
     assert_one_row(session, 3)
 
@@ -367,16 +356,12 @@ def test_another_process_goes_on_from_a_response_and_shows_it(
     session = token_service.session()
     first = ask(session, input="q")
     with RunningService(engine.url, redis_server.url, engine_api="token") as other:
-        elsewhere = session.base_url.replace(token_service.url, other.url)
-        headers = {"Authorization": f"Bearer {session.api_key}"}
-        with httpx.Client(base_url=elsewhere, headers=headers, verify=False, timeout=120) as client:
-            assert client.get(f"/responses/{first['id']}").json() == first
-            second = client.post(
-                "/responses", json={"model": "policy", "input": "r", "previous_response_id": first["id"]}
-            ).json()
-            # Now the first process has something to learn, and the second knows it.
-            third = ask(session, input="s", previous_response_id=second["id"])
-            assert client.get(f"/responses/{third['id']}").json() == third
+        assert session.request("GET", f"/v1/responses/{first['id']}", at=other).json() == first
+        body = {"model": "policy", "input": "r", "previous_response_id": first["id"]}
+        second = session.post("/v1/responses", body, at=other).json()
+        # Now the first process has something to learn, and the second knows it.
+        third = ask(session, input="s", previous_response_id=second["id"])
+        assert session.request("GET", f"/v1/responses/{third['id']}", at=other).json() == third
     assert session.client.responses.retrieve(second["id"]).to_dict() == second
     assert_one_row(session, 3)
 
@@ -498,7 +483,7 @@ def test_a_full_context_is_said_in_the_stream(engine: ScriptedEngine, token_serv
         session.client.responses.create(model="policy", input=long)
     assert refused.value.code == "context_length_exceeded"
     body = {"model": "policy", "input": long, "stream": True}
-    answer = plain_http.post(f"{session.base_url}/responses", headers={"Authorization": f"Bearer {session.api_key}"}, json=body)
+    answer = session.post("/v1/responses", body)
     assert answer.status_code == 200
     events = read_events(answer.text.splitlines())
     assert [event["type"] for event in events] == ["response.created", "response.in_progress", "response.failed"]

@@ -6,7 +6,7 @@ AutoGen takes the text of a chunk and passes over the calls beside it: half of t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,9 +14,6 @@ import pytest
 from proxy.dialects.base import Choice, Reply, Request
 from proxy.dialects.gemini_reply import GeminiReplyOptions, GeminiStream
 from tests.support.engine.scripted_engine import ScriptedEngine
-from tests.support.engine.scripted_fixtures import Running, both_paths
-from tests.support.service import plain_http
-from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session
 
 PARAMETERS = {"type": "object", "properties": {"key": {"type": "string"}}}
@@ -64,15 +61,8 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def running(redis_server: RedisServer) -> Iterator[Running]:
-    with both_paths(redis_server) as running:
-        yield running
-
-
 def events(session: Session, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    url = session.base_url.removesuffix("/v1") + path
-    answer = plain_http.post(url, json=body, headers={"Authorization": f"Bearer {session.api_key}"})
+    answer = session.post(path, body)
     assert answer.status_code == 200, answer.text
     data = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
     return [json.loads(each) for each in data]

@@ -424,10 +424,7 @@ def test_an_exported_session_is_searched_without_the_service(browser: Browser, s
     browser.press("/", "smaller sign")
     browser.wait(lambda: browser.text("[data-found]") == "2 calls found", "the calls")
     assert browser.run(unfolded) and not browser.one("#fork-6").is_displayed()
-    assert [turn.get_attribute("id") for turn in browser.all(".turn:not([hidden])")] == [
-        "call-4",
-        "call-5",
-    ]
+    assert [turn.get_attribute("id") for turn in browser.all(".turn:not([hidden])")] == ["call-4", "call-5"]
 
 
 def test_an_exported_session_tells_weight_versions_of_any_size(

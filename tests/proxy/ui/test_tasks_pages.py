@@ -21,10 +21,7 @@ from tests.support.service.ui_sessions import PROBE
 @pytest.fixture(scope="module", name="service")
 def service_with_a_task(redis_server: RedisServer) -> Iterator[RunningService]:
     redis_server.flushall()
-    with (
-        ScriptedEngine("qwen3") as engine,
-        serving_tasks(redis_server.url, engine.url, engine_api="token") as service,
-    ):
+    with ScriptedEngine("qwen3") as engine, serving_tasks(redis_server.url, engine.url, engine_api="token") as service:
         shown_task(service, engine)
         yield service
 

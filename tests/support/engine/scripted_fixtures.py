@@ -1,7 +1,7 @@
 """A scripted engine with a service on each engine path, for one module of tests.
 
-A module has a fixture `running` of its own, which says with what settings: mostly `both_paths`. The fixtures here, which every
-module sees through conftest.py, are made of it.
+Every module sees the fixtures here through conftest.py. One whose services need settings names them in SETTINGS; one that needs
+another engine or other services has a fixture `running` of its own.
 """
 
 from __future__ import annotations
@@ -29,6 +29,12 @@ def both_paths(redis_server: RedisServer, *, max_model_len: int = 8192, **settin
         RunningService(engine.url, redis_server.url, engine_api="chat", **settings) as chat,
     ):
         yield engine, {"token": token, "chat": chat}
+
+
+@pytest.fixture(scope="module")
+def running(request: pytest.FixtureRequest, redis_server: RedisServer) -> Iterator[Running]:
+    with both_paths(redis_server, **getattr(request.module, "SETTINGS", {})) as made:
+        yield made
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from pydantic import SecretStr
 from proxy.app import Adding, create_app
 from proxy.limits import ProcessLimits
 from proxy.settings import Settings
+from tests.support.service import plain_http
 from tests.support.service.prompt_server import PromptServer
 from tests.support.service.verbatim_process import ADMIN, NODE, TRAINER, wait_until
 
@@ -122,12 +123,28 @@ class Session:
     def ask(self, messages: list[Any] | str, **fields: Any) -> Any:
         """The SDK's answer; a string asks one user question."""
         asked = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        return self.client.chat.completions.create(model="policy", messages=asked, **fields)
+        return self.client.chat.completions.create(**{"model": "policy", **fields}, messages=asked)
 
     def answer(self, messages: list[Any] | str, **fields: Any) -> dict[str, Any]:
         """The assistant message as a harness keeps it for its next request."""
         message: dict[str, Any] = self.ask(messages, **fields).choices[0].message.model_dump(exclude_none=True)
         return message
+
+    def post(self, path: str, body: Any, *, at: RunningService | None = None, **more: Any) -> httpx.Response:
+        """What a harness without an SDK gets for a body, of bytes or as JSON. `path` follows the session's; `at`: another process."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.request("POST", path, at=at, content=content, **more)
+
+    def request(self, method: str, path: str, *, at: RunningService | None = None, **more: Any) -> httpx.Response:
+        headers = {"authorization": f"Bearer {self.api_key}", "content-type": "application/json", **more.pop("headers", {})}
+        return plain_http.request(method, self.url_at(at or self._service) + path, headers=headers, **more)
+
+    def url_at(self, service: RunningService) -> str:
+        return f"{service.url}/s/{self.session_id}"
+
+    def client_at(self, service: RunningService) -> OpenAI:
+        """The same harness, which asks another process."""
+        return self.client.with_options(base_url=f"{self.url_at(service)}/v1")
 
     @property
     def calls(self) -> list[dict[str, Any]]:

@@ -46,13 +46,7 @@ class Serving:
     of it."""
 
     def __init__(
-        self,
-        *args: str,
-        data_dir: Path,
-        port: int = 0,
-        ready: bool = True,
-        inside: Sequence[str] = (),
-        **variables: str,
+        self, *args: str, data_dir: Path, port: int = 0, ready: bool = True, inside: Sequence[str] = (), **variables: str
     ) -> None:
         kept = {"VERBATIM_ADMIN_TOKEN": ADMIN, "VERBATIM_TRAINER_TOKEN": TRAINER, "VERBATIM_NODE_TOKEN": NODE}
         # It serves once it has met its engines, and after a while also without them: on a slow machine too early for a test.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,20 +10,12 @@ from proxy.call.labels import has_invalid_call
 from proxy.dialects.base import Request
 from proxy.dialects.fields import accepts
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
-from tests.support.engine.scripted_fixtures import Running, both_paths
-from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
 
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "lookup", "parameters": {"type": "object", "properties": {}}}}]
 USER: list[Any] = [{"role": "user", "content": "q"}]
 GOOD = '<tool_call>\n{"name": "lookup", "arguments": {"key": "a"}}\n</tool_call>'
 BROKEN = 'I look.\n<tool_call>\n{"name": "lookup", "arguments": {"key": }}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def running(redis_server: RedisServer) -> Iterator[Running]:
-    with both_paths(redis_server) as running:
-        yield running
 
 
 @pytest.mark.parametrize("stream", [False, True])
