@@ -26,6 +26,7 @@ from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import ADMIN, NODE, TRAINER, RunningService, Session, wait_until
 from tests.support.service.ui_sessions import PAGES
+from tests.support.sessions.questions import QUESTIONS
 
 LIMIT = 300_000
 CALLERS = ("admin", "trainer", "node", "session", "other session", "wrong", "malformed", "missing")
@@ -92,13 +93,7 @@ HARNESS = {
 """A path of every endpoint of the harness side; all of them take the session's own key and no other secret."""
 
 HISTORY = {"chat": "messages", "messages": "messages", "responses": "input", "gemini": "contents", "completions": "prompt"}
-BODIES: dict[str, dict[str, Any]] = {
-    "chat": {"model": "policy", "messages": [{"role": "user", "content": "q"}], "max_tokens": 4},
-    "responses": {"model": "policy", "input": "q", "max_output_tokens": 4},
-    "messages": {"model": "policy", "messages": [{"role": "user", "content": "q"}], "max_tokens": 4},
-    "gemini": {"contents": [{"role": "user", "parts": [{"text": "q"}]}]},
-    "completions": {"model": "policy", "prompt": "q", "max_tokens": 4},
-}
+BODIES = {dialect: body for dialect, (_, body) in QUESTIONS.items()}
 
 
 @dataclass(frozen=True)

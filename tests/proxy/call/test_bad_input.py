@@ -20,6 +20,7 @@ from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer, free_port, running_redis
 from tests.support.service.running_service import RunningService, streamed_text, wait_until
 from tests.support.service.verbatim_process import ADMIN
+from tests.support.sessions.questions import QUESTIONS
 
 SETTINGS = {"max_model_len": 512, "max_body_bytes": 20_000}
 
@@ -30,21 +31,12 @@ QUESTION: list[Any] = [{"role": "user", "content": "q"}]
 # What the harness got wrong
 
 
-ASKED: dict[str, tuple[str, dict[str, Any]]] = {
-    "chat": ("/v1/chat/completions", {"model": "policy", "messages": QUESTION}),
-    "completions": ("/v1/completions", {"model": "policy", "prompt": "q"}),
-    "messages": ("/v1/messages", {"model": "policy", "max_tokens": 9, "messages": QUESTION}),
-    "responses": ("/v1/responses", {"model": "policy", "input": "q"}),
-    "gemini": ("/v1beta/models/policy:generateContent", {"contents": [{"role": "user", "parts": [{"text": "q"}]}]}),
-}
-
-
-@pytest.mark.parametrize("dialect", sorted(ASKED))
+@pytest.mark.parametrize("dialect", sorted(QUESTIONS))
 def test_to_continue_the_last_message_is_refused_in_every_dialect(
     engine: ScriptedEngine, service: RunningService, dialect: str
 ) -> None:
     """It was dropped in silence: the model answered the message that it should have continued, and that was trained."""
-    session, (path, body) = service.session(), ASKED[dialect]
+    session, (path, body) = service.session(), QUESTIONS[dialect]
 
     def ask(**fields: Any) -> httpx.Response:
         return session.post(path, {**body, **fields})
@@ -168,12 +160,12 @@ def test_a_replayed_message_that_was_once_a_prefix_and_an_unset_one_are_taken(
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "zstd", "GZIP", "gzip, identity"])
-@pytest.mark.parametrize("dialect", ASKED)
+@pytest.mark.parametrize("dialect", QUESTIONS)
 def test_a_compressed_body_is_refused_by_its_name(
     engine: ScriptedEngine, service: RunningService, dialect: str, encoding: str
 ) -> None:
     session = service.session()
-    path, body = ASKED[dialect]
+    path, body = QUESTIONS[dialect]
     answer = session.post(path, gzip.compress(json.dumps(body).encode()), headers={"content-encoding": encoding})
     assert answer.status_code == 415 and f"Content-Encoding '{encoding}'" in answer.text
     assert "retry-after" not in answer.headers and session.calls == []

@@ -17,16 +17,10 @@ from proxy.store.states import Intent, Share
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running
 from tests.support.service.running_service import TRAINER, RunningService, Session, hanging_up, wait_until
+from tests.support.sessions.questions import QUESTIONS
 
 USER: list[Any] = [{"role": "user", "content": "q"}]
-DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "chat": ("/v1/chat/completions", {"messages": USER}),
-    "completions": ("/v1/completions", {"prompt": "q", "max_tokens": 9}),
-    "responses": ("/v1/responses", {"input": "q"}),
-    "messages": ("/v1/messages", {"messages": USER, "max_tokens": 9}),
-    "gemini": ("/v1beta/models/policy:generateContent", {"contents": [{"role": "user", "parts": [{"text": "q"}]}]}),
-}
-REFUSED = dict.fromkeys(DIALECTS, 401) | {"messages": 403, "gemini": 403}
+REFUSED = dict.fromkeys(QUESTIONS, 401) | {"messages": 403, "gemini": 403}
 """The statuses that the clients of each dialect end on: LiteLLM repeats a 403 in OpenAI's shape."""
 TOOLS = [{"type": "function", "function": {"name": "lookup", "parameters": {"type": "object", "properties": {}}}}]
 CALL = '<tool_call>\n{"name": "lookup", "arguments": {}}\n</tool_call>'
@@ -34,9 +28,8 @@ LONG = "one two three four five six seven eight nine ten eleven twelve"
 
 
 def ask(session: Session, dialect: str = "chat", **fields: Any) -> httpx.Response:
-    path, body = DIALECTS[dialect]
-    body = body | fields | ({} if dialect == "gemini" else {"model": "policy"})
-    return session.post(path, body)
+    path, body = QUESTIONS[dialect]
+    return session.post(path, body | fields)
 
 
 def ends(session: Session) -> list[tuple[str, bool]]:
@@ -45,7 +38,7 @@ def ends(session: Session) -> list[tuple[str, bool]]:
 
 @pytest.mark.case(42)
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", QUESTIONS)
 def test_a_call_beyond_the_budget_is_refused_in_the_dialects_shape_and_not_to_be_repeated(
     engine: ScriptedEngine, service: RunningService, dialect: str, stream: bool
 ) -> None:

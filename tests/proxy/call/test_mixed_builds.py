@@ -15,13 +15,7 @@ from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
 from tests.support.service.verbatim_process import verbatim
-
-ASKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "chat": ("/v1/chat/completions", {"model": "policy", "messages": [{"role": "user", "content": "q"}]}),
-    "messages": ("/v1/messages", {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "q"}]}),
-    "responses": ("/v1/responses", {"model": "policy", "input": "q"}),
-    "gemini": ("/v1beta/models/policy:generateContent", {"contents": [{"role": "user", "parts": [{"text": "q"}]}]}),
-}
+from tests.support.sessions.questions import QUESTIONS
 
 
 def test_an_older_process_leaves_a_session_it_does_not_understand_to_a_newer_one(
@@ -33,10 +27,10 @@ def test_an_older_process_leaves_a_session_it_does_not_understand_to_a_newer_one
             newest.setitem(states.FEATURES, "telepathy", lambda info: info.session_id == "new")
             session, plain = newer.session(session_id="new"), newer.session(session_id="plain")
             engine.say("hello")
-            assert session.post(*ASKS["chat"], at=newer).status_code == 200
+            assert session.post(*QUESTIONS["chat"], at=newer).status_code == 200
         with RunningService(engine.url, redis_url, engine_api="token") as older:
-            for dialect in ASKS:
-                refused = session.post(*ASKS[dialect], at=older)
+            for dialect in QUESTIONS:
+                refused = session.post(*QUESTIONS[dialect], at=older)
                 # Anthropic's own number for a temporary failure is 529.
                 assert refused.status_code == (529 if dialect == "messages" else 503), refused.text
                 assert float(refused.headers["retry-after"]) > 0, dialect
@@ -54,7 +48,7 @@ def test_an_older_process_leaves_a_session_it_does_not_understand_to_a_newer_one
                 assert answer.status_code == 503 and "telepathy" in answer.text, path
             assert {each["session_id"] for each in older.request("GET", "/sessions").json()["sessions"]} == {"new", "plain"}
             engine.say("hello")
-            assert plain.post(*ASKS["chat"], at=older).status_code == 200
+            assert plain.post(*QUESTIONS["chat"], at=older).status_code == 200
         with monkeypatch.context() as newest:
             newest.setitem(states.FEATURES, "telepathy", lambda info: info.session_id == "new")
             closed = newer.request("POST", "/sessions/new/close", json={"status": "completed", "reward": 1.0})

@@ -17,15 +17,9 @@ from tests.support.engine.scripted_fixtures import Running
 from tests.support.service.redis_server import RedisServer, free_port
 from tests.support.service.running_service import RunningService, Session
 from tests.support.sessions.conversations import TOOLS, tool_result, turn
+from tests.support.sessions.questions import QUESTIONS
 
 USER: list[Any] = [{"role": "user", "content": "q"}]
-DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "chat": ("/v1/chat/completions", {"messages": USER}),
-    "completions": ("/v1/completions", {"prompt": "q", "max_tokens": 9}),
-    "responses": ("/v1/responses", {"input": "q"}),
-    "messages": ("/v1/messages", {"messages": USER, "max_tokens": 9}),
-    "gemini": ("/v1beta/models/{model}:{method}", {"contents": [{"role": "user", "parts": [{"text": "q"}]}]}),
-}
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +29,10 @@ def strict(running: Running, redis_server: RedisServer) -> Iterator[RunningServi
 
 
 def ask(session: Session, dialect: str, model: str, *, stream: bool = False) -> httpx.Response:
-    path, body = DIALECTS[dialect]
+    path, body = QUESTIONS[dialect]
     if dialect == "gemini":
-        path = path.format(model=model, method="streamGenerateContent?alt=sse" if stream else "generateContent")
+        method = "streamGenerateContent?alt=sse" if stream else "generateContent"
+        path = path.replace("policy:generateContent", f"{model}:{method}")
     else:
         body = body | {"model": model, "stream": stream}
     return session.post(path, body)
@@ -52,7 +47,7 @@ def models_in(answer: httpx.Response) -> set[str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", QUESTIONS)
 def test_any_name_is_answered_and_echoed(engine: ScriptedEngine, service: RunningService, dialect: str, stream: bool) -> None:
     session = service.session()
     engine.say("hello")
@@ -82,7 +77,7 @@ def test_models_are_listed_by_their_own_names_and_any_that_is_answered_can_be_lo
     assert session.calls == []
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", QUESTIONS)
 def test_strictly_an_unknown_name_is_refused(engine: ScriptedEngine, strict: RunningService, dialect: str) -> None:
     session = strict.session()
     refused = ask(session, dialect, "gpt-5")

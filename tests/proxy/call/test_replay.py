@@ -27,6 +27,7 @@ from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer, running_redis
 from tests.support.service.running_service import RunningService, Session, hanging_up, streamed_text, wait_until
 from tests.support.sessions.conversations import TOOLS, assemble, tool_result, turn
+from tests.support.sessions.questions import QUESTIONS
 from tests.support.sessions.random_harness import RandomHarness
 
 Message = dict[str, Any]
@@ -151,13 +152,7 @@ def test_every_dialect_replays_streamed_and_whole(
 
 
 CHAT = {"model": "policy", "messages": [turn("user", "q")]}
-WHOLE: dict[str, Any] = {
-    "/v1/chat/completions": CHAT,
-    "/v1/completions": {"model": "policy", "prompt": "q"},
-    "/v1/responses": {"model": "policy", "input": "q"},
-    "/v1/messages": {"model": "policy", "messages": [turn("user", "q")], "max_tokens": 64},
-    "/v1beta/models/policy:generateContent": {"contents": [{"role": "user", "parts": [{"text": "q"}]}]},
-}
+WHOLE: dict[str, Any] = dict(QUESTIONS.values())
 
 
 @pytest.mark.parametrize("path", WHOLE)

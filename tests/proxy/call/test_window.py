@@ -14,17 +14,14 @@ from proxy.errors import ContextTooLong
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
+from tests.support.sessions.questions import ask_in_each_dialect
 
 WINDOW = 512
 TOO_MUCH = "lorem ipsum " * (WINDOW * TOKEN_BYTES // 10 + 1)
 USER = [{"role": "user", "content": TOO_MUCH}]
-ASKED: dict[str, tuple[str, dict[str, Any]]] = {
-    "chat": ("/v1/chat/completions", {"model": "policy", "messages": USER}),
-    "completions": ("/v1/completions", {"model": "policy", "prompt": TOO_MUCH}),
-    "messages": ("/v1/messages", {"model": "policy", "max_tokens": 9, "messages": USER}),
+ASKED = {
+    **ask_in_each_dialect(TOO_MUCH),
     "count": ("/v1/messages/count_tokens", {"model": "policy", "messages": USER}),
-    "responses": ("/v1/responses", {"model": "policy", "input": TOO_MUCH}),
-    "gemini": ("/v1beta/models/policy:generateContent", {"contents": [{"role": "user", "parts": [{"text": TOO_MUCH}]}]}),
 }
 
 
