@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
-from proxy.store.delivery import Freshness, LeaseQuery
-from proxy.store.groups import GroupDefaults, GroupMember, LeaseRecord
+from proxy.store.delivery import Freshness
+from proxy.store.groups import GroupMember
 from tests.support.service.redis_server import Store
+from tests.support.sessions.filled_groups import ALL, lease
 
-ALL = GroupDefaults("require_all")
 PER_VERSION = 3
+LONG: dict[str, Any] = {"lease_seconds": 10**6, "max_deliveries": 10**6}
 
 
 @dataclass
@@ -56,7 +58,7 @@ async def test_the_store_counts_as_the_model_does(store: Store, seed: int) -> No
             model.ready.append(name)
             model.became_ready.append(name)
         elif act == "lease" and model.ready:
-            taken = await lease(store, chance.randint(1, 3), model.version, now)
+            taken = await lease(store, now, max_groups=chance.randint(1, 3), version=model.version, **LONG)
             names = [group.group_id for group in taken.groups]
             assert names == model.ready[: len(names)]
             del model.ready[: len(names)]
@@ -74,20 +76,3 @@ async def test_the_store_counts_as_the_model_does(store: Store, seed: int) -> No
         elif act == "push":
             model.version += chance.randint(1, 2)
         assert await store.delivery.count_versions_ahead(model.version, PER_VERSION) == model.ahead()
-
-
-async def lease(store: Store, groups: int, version: int, now: float) -> LeaseRecord:
-    taken = await store.delivery.lease(
-        LeaseQuery(
-            consumer="t",
-            max_groups=groups,
-            max_trajectories=None,
-            oldest_version=None,
-            lease_seconds=10**6,
-            max_deliveries=10**6,
-            now=now,
-            version=version,
-        )
-    )
-    assert isinstance(taken, LeaseRecord)
-    return taken

@@ -13,8 +13,8 @@ import pytest
 from proxy.errors import Conflict
 from proxy.store.delivery import Freshness
 from proxy.store.groups import GroupMember, LeasedGroup, LeaseRecord, PolicyLine, PolicyRows
-from tests.proxy.store.test_delivery_rules import ALL, DROP, PARTIAL, ask, counted, failed, fill, given
 from tests.support.service.redis_server import Store
+from tests.support.sessions.filled_groups import ALL, DROP, PARTIAL, ask, counted, failed, fill, given, lease
 
 B = {"b": PolicyLine(0)}
 
@@ -26,8 +26,7 @@ def member(session_id: str, default: int | None = None, **named: int) -> GroupMe
 
 
 async def leased(store: Store, consumer: str = "t", now: float = 10.0, **wanted: object) -> tuple[str, list[LeasedGroup]]:
-    taken = await ask(store, consumer, now, **{"max_groups": 9, "named": B, **wanted})
-    assert isinstance(taken, LeaseRecord)
+    taken = await lease(store, now, consumer, **{"max_groups": 9, "named": B, **wanted})
     return taken.lease_id, list(taken.groups)
 
 

@@ -16,14 +16,14 @@ import pytest
 
 from proxy.errors import Conflict
 from proxy.store.delivery import LeaseQuery
-from proxy.store.groups import GroupDefaults, GroupMember, LeaseRecord
+from proxy.store.groups import GroupMember, LeaseRecord
 from tests.support.service.redis_server import RedisKind, Store
 from tests.support.service.running_service import RunningService
+from tests.support.sessions.filled_groups import ALL
 from tests.support.sessions.recorded_calls import record
 from trainer_client import TrainerClient
 from trainer_client.errors import LeaseLost
 
-ALL = GroupDefaults("require_all")
 NO_ENGINE = "http://127.0.0.1:9"
 LEASE_SECONDS = 0.2
 PATIENCE_SECONDS = 120.0

@@ -11,50 +11,15 @@ import pytest
 
 from contract.sessions import GroupRule
 from proxy.errors import Conflict
-from proxy.store.delivery import Freshness, LeaseQuery
-from proxy.store.groups import GroupDefaults, GroupMember, LeaseRecord, Nothing
+from proxy.store.delivery import Freshness
+from proxy.store.groups import GroupDefaults, LeaseRecord, Nothing
 from tests.support.service.redis_server import RedisKind, Store
-
-ALL = GroupDefaults("require_all")
-DROP = GroupDefaults("drop")
-PARTIAL = GroupDefaults("allow_partial", 2)
-
-
-def member(session_id: str, *, oldest: int = 0, reward: float = 1.0, usable: bool = True) -> GroupMember:
-    return GroupMember(session_id, usable, reward, 1, oldest)
-
-
-def failed(session_id: str) -> GroupMember:
-    return GroupMember(session_id, False, None, 0, 0)
-
-
-async def fill(
-    store: Store, group_id: str, *members: GroupMember, size: int | None = None, defaults: GroupDefaults = ALL, now: float = 1.0
-) -> str:
-    state = ""
-    for each in members:
-        state = await store.delivery.fill(group_id, size or len(members), each, defaults, now)
-    return state
+from tests.support.sessions.filled_groups import ALL, DROP, PARTIAL, ask, counted, failed, fill, given, lease, member
 
 
 async def ready(store: Store, *names: str, oldest: int = 0) -> None:
     for name in names:
         assert await fill(store, name, member(f"s-{name}", oldest=oldest)) == "ready"
-
-
-async def ask(store: Store, consumer: str, now: float = 10.0, **wanted: object) -> LeaseRecord | Nothing:
-    limits = {"max_groups": None, "max_trajectories": None, "oldest_version": None}
-    options = {"lease_seconds": 60.0, "max_deliveries": 5, "now": now}
-    return await store.delivery.lease(LeaseQuery(consumer=consumer, **(limits | options | wanted)))  # type: ignore[arg-type]
-
-
-async def given(store: Store, consumer: str, now: float = 10.0, **wanted: object) -> list[str]:
-    taken = await ask(store, consumer, now, **wanted)
-    return [] if isinstance(taken, Nothing) else [group.group_id for group in taken.groups]
-
-
-async def counted(store: Store) -> dict[str, int]:
-    return {state: number for state, number in (await store.delivery.count_groups()).items() if number}
 
 
 # Groups that nobody completes.
@@ -99,8 +64,7 @@ async def test_a_group_given_up_is_not_joined_but_followed_by_another_of_its_id(
     await store.delivery.tend(PARTIAL, 60.0, 100.0)
     assert await fill(store, "g", member("late"), size=4, defaults=PARTIAL, now=101.0) == "filling"
     assert await fill(store, "g", member("a"), size=4, defaults=PARTIAL, now=102.0) == "ready", "a corrected reward stays in it"
-    taken = await ask(store, "t", 103.0, max_groups=9)
-    assert isinstance(taken, LeaseRecord)
+    taken = await lease(store, 103.0, max_groups=9)
     assert [list(group.session_ids) for group in taken.groups] == [["a", "b"]]
 
 
@@ -136,8 +100,7 @@ async def test_an_incomplete_dead_group_with_a_successor_can_only_be_dropped(sto
 async def dead(store: Store, *names: str, now: float = 10.0) -> None:
     """Groups of these names that were delivered once and never acknowledged."""
     await ready(store, *names)
-    taken = await ask(store, "t", now, max_groups=99, max_deliveries=1)
-    assert isinstance(taken, LeaseRecord)
+    taken = await lease(store, now, max_groups=99, max_deliveries=1)
     await store.delivery.nack(taken.lease_id, now)
     assert await given(store, "t", now, max_groups=99, max_deliveries=1) == []
 
@@ -182,8 +145,7 @@ async def test_a_dead_group_that_is_tried_again_is_as_if_never_delivered(store: 
     await ready(store, "later")
     assert await store.delivery.retry_dead(["g"], ALL, 20.0) == ["1:g"]
     assert await store.delivery.retry_dead(["g"], ALL, 20.0) == [], "it is no dead letter any more"
-    taken = await ask(store, "t", 21.0, max_groups=9)
-    assert isinstance(taken, LeaseRecord)
+    taken = await lease(store, 21.0, max_groups=9)
     assert [(group.group_id, group.deliveries) for group in taken.groups] == [("g", 1), ("later", 1)]
 
 
@@ -200,8 +162,7 @@ async def test_a_dead_group_that_is_dropped_never_comes_again(store: Store) -> N
 async def test_a_group_id_means_all_its_dead_rounds_and_a_letter_id_one(store: Store) -> None:
     for session in ("a", "b", "c"):
         await fill(store, "g", member(session))
-        taken = await ask(store, "t", max_deliveries=1)
-        assert isinstance(taken, LeaseRecord)
+        taken = await lease(store, max_deliveries=1)
         await store.delivery.bury(taken.lease_id, taken.groups[0].reference, "broken", 11.0)
     assert await store.delivery.drop_dead(["2:g"]) == ["2:g"]
     assert await store.delivery.retry_dead(["g"], ALL, 12.0) == ["1:g", "3:g"]
@@ -209,8 +170,7 @@ async def test_a_group_id_means_all_its_dead_rounds_and_a_letter_id_one(store: S
 
 async def test_a_dead_group_that_lost_a_member_is_not_delivered_as_whole(store: Store) -> None:
     await fill(store, "g", member("a"), member("b"))
-    taken = await ask(store, "t")
-    assert isinstance(taken, LeaseRecord)
+    taken = await lease(store)
     await store.delivery.bury(taken.lease_id, taken.groups[0].reference, "broken", 11.0)
     await store.delivery.withdraw("b", ALL)
     await store.delivery.retry_dead(["g"], ALL, 12.0)
@@ -221,8 +181,7 @@ async def test_a_dead_group_that_lost_a_member_is_not_delivered_as_whole(store: 
 async def test_burying_one_round_leaves_another_of_the_same_id_in_the_lease(store: Store) -> None:
     await fill(store, "g", member("a"))
     await fill(store, "g", member("b"))
-    taken = await ask(store, "t", max_groups=2)
-    assert isinstance(taken, LeaseRecord)
+    taken = await lease(store, max_groups=2)
     await store.delivery.bury(taken.lease_id, taken.groups[0].reference, "broken", 11.0)
     assert await store.delivery.ack(taken.lease_id, 12.0) == ["g"]
     assert await counted(store) == {"acked": 1, "dead": 1}
@@ -230,8 +189,7 @@ async def test_burying_one_round_leaves_another_of_the_same_id_in_the_lease(stor
 
 async def test_deleting_the_sessions_of_ended_groups_leaves_no_group_behind(store: Store) -> None:
     await fill(store, "acked", member("a"), member("b"))
-    taken = await ask(store, "t")
-    assert isinstance(taken, LeaseRecord)
+    taken = await lease(store)
     await store.delivery.ack(taken.lease_id, 11.0)
     await dead(store, "dead")
     for session in ("a", "b", "s-dead"):
@@ -248,8 +206,7 @@ async def test_deleting_the_sessions_of_ended_groups_leaves_no_group_behind(stor
 async def test_a_lease_that_reached_nobody_is_no_delivery(store: Store) -> None:
     await ready(store, "g")
     for _ in range(9):
-        taken = await ask(store, "t", max_deliveries=1)
-        assert isinstance(taken, LeaseRecord)
+        taken = await lease(store, max_deliveries=1)
         assert taken.groups[0].deliveries == 1
         await store.delivery.give_back(taken.lease_id, 10.0)
 
@@ -269,13 +226,11 @@ async def test_stale_groups_are_given_with_a_mark_where_that_is_set(store: Store
     await ready(store, "old", oldest=1)
     await ready(store, "new", oldest=5)
     for _ in range(2):
-        taken = await ask(store, "t", max_groups=9, oldest_version=3, stale_groups="flag")
-        assert isinstance(taken, LeaseRecord)
+        taken = await lease(store, max_groups=9, oldest_version=3, stale_groups="flag")
         assert [(group.group_id, group.stale) for group in taken.groups] == [("old", True), ("new", False)]
         await store.delivery.nack(taken.lease_id, 11.0)
     assert (await store.delivery.load_totals())["stale_flagged"] == 2
-    taken = await ask(store, "t", max_groups=9)
-    assert isinstance(taken, LeaseRecord)
+    taken = await lease(store, max_groups=9)
     assert not any(group.stale for group in taken.groups), "nobody asked for newer ones"
 
 
@@ -387,8 +342,7 @@ async def test_groups_given_back_expired_or_tried_again_wake_too(store: Store) -
     await ready(store, "g")
 
     async def nack() -> None:
-        taken = await ask(store, "t")
-        assert isinstance(taken, LeaseRecord)
+        taken = await lease(store)
         await store.delivery.nack(taken.lease_id, 11.0)
 
     async def expire() -> None:
@@ -396,8 +350,7 @@ async def test_groups_given_back_expired_or_tried_again_wake_too(store: Store) -
         await store.delivery.tend(ALL, 0.0, 100.0)
 
     async def revive() -> None:
-        taken = await ask(store, "t", 101.0)
-        assert isinstance(taken, LeaseRecord)
+        taken = await lease(store, 101.0)
         await store.delivery.bury(taken.lease_id, taken.groups[0].reference, "broken", 102.0)
         await store.delivery.retry_dead(["g"], ALL, 103.0)
 
@@ -491,9 +444,7 @@ async def begins(store: Store, group_id: str, session_id: str, version: int, mos
 
 
 async def lease_at(store: Store, version: int, groups: int = 2) -> LeaseRecord:
-    taken = await ask(store, "t", version=version, max_groups=groups)
-    assert isinstance(taken, LeaseRecord)
-    return taken
+    return await lease(store, version=version, max_groups=groups)
 
 
 async def test_with_no_staleness_a_version_is_trained_before_the_next_is_begun(store: Store) -> None:
@@ -560,8 +511,7 @@ async def test_versions_of_any_size_are_told_apart(store: Store) -> None:
 
 async def test_leases_that_say_no_version_are_not_counted_as_trained(store: Store) -> None:
     await ready(store, "a")
-    taken = await ask(store, "t")
-    assert isinstance(taken, LeaseRecord)
+    taken = await lease(store)
     assert await ahead(store, 0, 1) == 1
     await store.delivery.ack(taken.lease_id, 11.0)
     assert await ahead(store, 0, 1) == 0
@@ -601,12 +551,10 @@ async def test_a_refusal_is_counted_once_however_often_it_is_asked_again(store: 
 
 async def test_totals_count_what_befell_groups(store: Store) -> None:
     await ready(store, "g")
-    first = await ask(store, "t", 10.0)
-    assert isinstance(first, LeaseRecord)
+    first = await lease(store, 10.0)
     await store.delivery.nack(first.lease_id, 11.0)
     await ask(store, "t", 12.0)
-    second = await ask(store, "t", 72.0)
-    assert isinstance(second, LeaseRecord)
+    second = await lease(store, 72.0)
     await store.delivery.ack(second.lease_id, 73.0)
     assert await store.delivery.load_totals() == {"ready": 3, "leased": 3, "nacked": 1, "expired": 1, "acked": 1}
 

@@ -13,11 +13,8 @@ import pytest
 from contract.sessions import GroupRule
 from proxy.store.groups import GroupDefaults, GroupMember
 from proxy.store.run import Axis, Point, PolicyOutcome, choose_label, merge, round_reward
-from tests.proxy.store.test_delivery import lease_one
 from tests.support.service.redis_server import Store
-
-ALL = GroupDefaults("require_all")
-HALF = GroupDefaults("allow_partial", 1)
+from tests.support.sessions.filled_groups import ALL, lease, partial
 
 
 def outcome(reward: float | None = 1.0, version: int | None = 0, **more: Any) -> PolicyOutcome:
@@ -77,7 +74,7 @@ async def test_a_member_filled_again_counts_once_and_with_its_last_reward(store:
 
 async def test_a_leased_or_acknowledged_session_stays_counted_and_counts_no_more(store: Store) -> None:
     await fill(store, "a", outcome(1.0))
-    taken = await lease_one(store)
+    taken = await lease(store)
     await fill(store, "a", outcome(0.0))
     await store.delivery.ack(taken.lease_id, 11.0)
     await fill(store, "a", outcome(0.0))
@@ -111,10 +108,10 @@ async def test_a_decided_group_says_whether_its_rewards_are_equal(store: Store) 
 
 
 async def test_a_group_that_is_given_up_incomplete_is_judged(store: Store) -> None:
-    await fill(store, "a", outcome(1.0), group="g", size=3, policy=HALF)
-    await fill(store, "b", outcome(1.0), group="g", size=3, policy=HALF)
+    await fill(store, "a", outcome(1.0), group="g", size=3, policy=partial(1))
+    await fill(store, "b", outcome(1.0), group="g", size=3, policy=partial(1))
     assert "groups" not in (await sums(store))[0]
-    await store.delivery.tend(HALF, 10.0, 100.0)
+    await store.delivery.tend(partial(1), 10.0, 100.0)
     assert (await sums(store))[0]["equal_groups"] == 1
 
 
