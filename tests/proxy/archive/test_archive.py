@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from traceback import format_exception
@@ -90,12 +90,11 @@ def service(running: RunningService, redis_url: str) -> RunningService:
     return running
 
 
-@contextmanager
-def elsewhere(engine: ScriptedEngine, server: RedisServer) -> Iterator[RunningService]:
+@pytest.fixture
+def second(engine: ScriptedEngine, other_redis: RedisServer) -> Iterator[RunningService]:
     """A service with an empty store of its own."""
-    with server.client() as client:
-        client.flushall()
-    with RunningService(engine.url, server.url) as service:
+    other_redis.flushall()
+    with RunningService(engine.url, other_redis.url) as service:
         yield service
 
 
@@ -221,27 +220,24 @@ def test_the_files_say_their_version_and_the_types_that_datasets_should_use(serv
     assert (manifest["schema_version"], manifest["complete"], manifest["builder"]) == (SCHEMA_VERSION, True, "merged")
 
 
-def test_what_an_export_holds_comes_back_as_it_was(
-    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
-) -> None:
+def test_what_an_export_holds_comes_back_as_it_was(service: RunningService, second: RunningService, tmp_path: Path) -> None:
     sessions = [*(walked(service, seed) for seed in range(3)), pictured(service, picture()).session_id]
     talked(service, reward=None, group_id="waiting", group_size=2)
     talked(service, status="failed", error="it broke")
     log = {"text": "$ agent --print\nAll \u65e5\u672c done.\n"}
     assert service.request("PUT", f"/sessions/{sessions[0]}/log", json=log).status_code == 204
     export(service, tmp_path / "first")
-    with elsewhere(engine, other_redis) as second:
-        assert imported(second, tmp_path / "first") == f"imported 6 sessions from {tmp_path / 'first'}\n"
-        export(second, tmp_path / "second")
-        for name in TABLES:
-            rows = table(tmp_path / "first", name)
-            assert rows and table(tmp_path / "second", name) == rows
-        for session_id in sessions:
-            for what in ("", "/calls?limit=1000", "/trajectories", "/trajectories?builder=per_call"):
-                here, there = (each.request("GET", f"/sessions/{session_id}{what}").json() for each in (service, second))
-                assert here == there
-        for page in ("", "/download/page.html"):
-            assert log["text"] in second.request("GET", f"/ui/sessions/{sessions[0]}{page}").text
+    assert imported(second, tmp_path / "first") == f"imported 6 sessions from {tmp_path / 'first'}\n"
+    export(second, tmp_path / "second")
+    for name in TABLES:
+        rows = table(tmp_path / "first", name)
+        assert rows and table(tmp_path / "second", name) == rows
+    for session_id in sessions:
+        for what in ("", "/calls?limit=1000", "/trajectories", "/trajectories?builder=per_call"):
+            here, there = (each.request("GET", f"/sessions/{session_id}{what}").json() for each in (service, second))
+            assert here == there
+    for page in ("", "/download/page.html"):
+        assert log["text"] in second.request("GET", f"/ui/sessions/{sessions[0]}{page}").text
 
 
 def test_an_export_has_the_preference_pairs_of_lookaheads(
@@ -294,44 +290,40 @@ def test_a_fork_has_the_pairs_that_it_sampled_after_what_it_replays(
     assert len(lines) == 2 and owners[origin.session_id] == replayed["call_id"]
 
 
-def test_an_exported_fork_is_whole(
-    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
-) -> None:
+def test_an_exported_fork_is_whole(service: RunningService, second: RunningService, tmp_path: Path) -> None:
     origin = talked(service, group_id="origins")
     fork = talked(service, replay={"session_id": origin.session_id, "until": 1}, group_id="forks").session_id
     export(service, tmp_path, "--group", "forks")
-    with elsewhere(engine, other_redis) as second:
-        assert imported(second, tmp_path) == f"imported 1 sessions from {tmp_path}\n"
-        for what in ("", "/calls?limit=1000", "/trajectories"):
-            here, there = (each.request("GET", f"/sessions/{fork}{what}").json() for each in (service, second))
-            # When replies were given matters only to whoever runs the harness.
-            assert {**here, "replayed_at": None} == {**there, "replayed_at": None}
-        assert there["accounting"]["replayed_tokens"] > 0
-        again = second.session(replay={"session_id": fork, "until": 1})
-        assert again.answer("hello") == origin.calls[0]["reply"]
-        assert second.request("DELETE", f"/sessions/{again.session_id}").status_code == 204
-        # The origin is not here, but its calls are: they could not be told from those of a session of its name.
-        named = {"session_id": origin.session_id, "replay": {"session_id": fork}}
-        assert second.request("POST", "/sessions", json=named).status_code == 400
+    assert imported(second, tmp_path) == f"imported 1 sessions from {tmp_path}\n"
+    for what in ("", "/calls?limit=1000", "/trajectories"):
+        here, there = (each.request("GET", f"/sessions/{fork}{what}").json() for each in (service, second))
+        # When replies were given matters only to whoever runs the harness.
+        assert {**here, "replayed_at": None} == {**there, "replayed_at": None}
+    assert there["accounting"]["replayed_tokens"] > 0
+    again = second.session(replay={"session_id": fork, "until": 1})
+    assert again.answer("hello") == origin.calls[0]["reply"]
+    assert second.request("DELETE", f"/sessions/{again.session_id}").status_code == 204
+    # The origin is not here, but its calls are: they could not be told from those of a session of its name.
+    named = {"session_id": origin.session_id, "replay": {"session_id": fork}}
+    assert second.request("POST", "/sessions", json=named).status_code == 400
 
 
 def test_an_import_may_be_repeated_and_delivers_nothing(
-    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
+    service: RunningService, second: RunningService, tmp_path: Path
 ) -> None:
     session = talked(service)
     export(service, tmp_path)
-    with elsewhere(engine, other_redis) as second:
-        imported(second, tmp_path)
-        assert "imported 0 sessions" in imported(second, tmp_path)
-        assert leased(second) == []
-        again = second.request("POST", f"/sessions/{session.session_id}/reward", json={"reward": 0.0})
-        assert again.status_code == 409
-        used = second.request("POST", f"/s/{session.session_id}/v1/chat/completions", session.api_key, json={"messages": []})
-        assert used.status_code == 401
+    imported(second, tmp_path)
+    assert "imported 0 sessions" in imported(second, tmp_path)
+    assert leased(second) == []
+    again = second.request("POST", f"/sessions/{session.session_id}/reward", json={"reward": 0.0})
+    assert again.status_code == 409
+    used = second.request("POST", f"/s/{session.session_id}/v1/chat/completions", session.api_key, json={"messages": []})
+    assert used.status_code == 401
 
 
 def test_an_import_may_be_repeated_also_where_metadata_is_not_a_number(
-    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
+    service: RunningService, second: RunningService, tmp_path: Path
 ) -> None:
     """Python's JSON writes NaN and Infinity, and an evaluator's metrics have them."""
     odd = {"loss": float("nan"), "best": float("-inf")}
@@ -341,38 +333,33 @@ def test_an_import_may_be_repeated_also_where_metadata_is_not_a_number(
     assert service.request("POST", "/sessions/odd/reward", content=content).status_code == 200
     service.request("POST", "/sessions/odd/close", json={"status": "timeout"})
     export(service, tmp_path)
-    with elsewhere(engine, other_redis) as second:
-        assert "imported 1 sessions" in imported(second, tmp_path)
-        assert "imported 0 sessions" in imported(second, tmp_path)
+    assert "imported 1 sessions" in imported(second, tmp_path)
+    assert "imported 0 sessions" in imported(second, tmp_path)
 
 
 def test_an_import_delivers_when_it_is_told_to_and_never_what_was_acknowledged(
-    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
+    service: RunningService, second: RunningService, tmp_path: Path
 ) -> None:
     sessions = [talked(service, group_id="g", group_size=2, reward=reward) for reward in (0.0, 1.0)]
     ids = {row["trajectory_id"] for session in sessions for row in session.trajectories()[0]}
     export(service, tmp_path)
-    with elsewhere(engine, other_redis) as second:
-        imported(second, tmp_path)
-        assert "2 were there already" in imported(second, tmp_path, "--deliver")
-        assert {row["trajectory_id"] for row in leased(second)} == ids
+    imported(second, tmp_path)
+    assert "2 were there already" in imported(second, tmp_path, "--deliver")
+    assert {row["trajectory_id"] for row in leased(second)} == ids
     batch = service.request("POST", "/batches/lease", TRAINER, json={}).json()
     assert service.request("POST", f"/batches/{batch['lease_id']}/ack", TRAINER).status_code == 200
     imported(service, tmp_path, "--deliver")
     assert leased(service) == []
 
 
-def test_an_import_refuses_a_session_that_differs(
-    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
-) -> None:
+def test_an_import_refuses_a_session_that_differs(service: RunningService, second: RunningService, tmp_path: Path) -> None:
     talked(service, session_id="same")
     export(service, tmp_path)
-    with elsewhere(engine, other_redis) as second:
-        talked(second, session_id="same")
-        before = second.request("GET", "/sessions/same").json()
-        refused = command(second, "import", str(tmp_path))
-        assert (refused.returncode, refused.stderr) == (1, "verbatim: another session has the id same\n")
-        assert second.request("GET", "/sessions/same").json() == before
+    talked(second, session_id="same")
+    before = second.request("GET", "/sessions/same").json()
+    refused = command(second, "import", str(tmp_path))
+    assert (refused.returncode, refused.stderr) == (1, "verbatim: another session has the id same\n")
+    assert second.request("GET", "/sessions/same").json() == before
     service.request("POST", "/sessions/same/reward", json={"reward": 0.5})
     refused = command(service, "import", str(tmp_path))
     assert refused.returncode == 1 and "with another state" in refused.stderr
@@ -380,24 +367,23 @@ def test_an_import_refuses_a_session_that_differs(
 
 
 def test_a_session_of_which_a_part_has_come_is_no_closed_one(
-    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
+    service: RunningService, second: RunningService, tmp_path: Path
 ) -> None:
     session = talked(service)
     export(service, tmp_path)
     (whole,) = ArchiveReader(tmp_path).sessions()
     path = f"/sessions/{session.session_id}"
     part = {"session": whole.state, "start": 0, "records": whole.records[:1], "last": False}
-    with elsewhere(engine, other_redis) as second:
-        assert second.request("POST", f"{path}/records", content=msgpack.packb(part)).json()["outcome"] == "part"
-        assert second.request("GET", path).json()["status"] == "restoring"
-        assert export(second, tmp_path / "other").startswith("exported 0 sessions")
-        gap = {**part, "start": 2, "records": whole.records[2:], "last": True}
-        assert second.request("POST", f"{path}/records", content=msgpack.packb(gap)).status_code == 409
-        short = {**part, "last": True}
-        answer = second.request("POST", f"{path}/records", content=msgpack.packb(short))
-        assert (answer.status_code, "has 1 calls instead of 3" in answer.text) == (409, True)
-        imported(second, tmp_path)
-        assert second.request("GET", path).json() == service.request("GET", path).json()
+    assert second.request("POST", f"{path}/records", content=msgpack.packb(part)).json()["outcome"] == "part"
+    assert second.request("GET", path).json()["status"] == "restoring"
+    assert export(second, tmp_path / "other").startswith("exported 0 sessions")
+    gap = {**part, "start": 2, "records": whole.records[2:], "last": True}
+    assert second.request("POST", f"{path}/records", content=msgpack.packb(gap)).status_code == 409
+    short = {**part, "last": True}
+    answer = second.request("POST", f"{path}/records", content=msgpack.packb(short))
+    assert (answer.status_code, "has 1 calls instead of 3" in answer.text) == (409, True)
+    imported(second, tmp_path)
+    assert second.request("GET", path).json() == service.request("GET", path).json()
 
 
 @pytest.mark.parametrize(
@@ -472,7 +458,7 @@ def test_a_session_keeps_its_budget_in_the_archive(service: RunningService, tmp_
 
 
 def test_a_row_that_the_budget_cut_is_still_cut_after_an_import(
-    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
+    service: RunningService, second: RunningService, tmp_path: Path
 ) -> None:
     """The last reply calls for no other turn: that another was asked for is known of the refused call alone."""
     session = service.session(max_calls=1)
@@ -481,12 +467,11 @@ def test_a_row_that_the_budget_cut_is_still_cut_after_an_import(
         session.answer("and then?")
     session.close(reward=1.0)
     export(service, tmp_path)
-    with elsewhere(engine, other_redis) as second:
-        imported(second, tmp_path)
-        for what in ("", "/trajectories"):
-            here, there = (each.request("GET", f"/sessions/{session.session_id}{what}").json() for each in (service, second))
-            assert here == there
-        assert [(row["finish_reason"], row["truncated"]) for row in there["trajectories"]] == [("budget", True)]
+    imported(second, tmp_path)
+    for what in ("", "/trajectories"):
+        here, there = (each.request("GET", f"/sessions/{session.session_id}{what}").json() for each in (service, second))
+        assert here == there
+    assert [(row["finish_reason"], row["truncated"]) for row in there["trajectories"]] == [("budget", True)]
 
 
 def test_a_session_with_a_rule_for_its_group_is_found_to_be_the_one_that_was_archived(
@@ -517,7 +502,7 @@ def test_a_session_that_no_trainer_gets_or_whose_last_call_failed_is_found_to_be
 
 
 def test_a_session_that_no_trainer_gets_is_marked_in_its_archive_and_delivered_nowhere(
-    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
+    service: RunningService, second: RunningService, tmp_path: Path
 ) -> None:
     """Its rows were once as good as any in a file, and `--deliver` gave it to the trainers of another store."""
     talked(service, session_id="judge", trained=False)
@@ -526,10 +511,9 @@ def test_a_session_that_no_trainer_gets_is_marked_in_its_archive_and_delivered_n
     told = {"judge": False, "agent": True}
     assert {row["session_id"]: row["trained"] for row in table(tmp_path, "sessions")} == told
     assert {row["session_id"]: row["session_trained"] for row in table(tmp_path, "trajectories")} == told
-    with elsewhere(engine, other_redis) as second:
-        imported(second, tmp_path, "--deliver")
-        assert {row["session_id"] for row in leased(second)} == {"agent"}
-        assert {name: second.request("GET", f"/sessions/{name}").json()["trained"] for name in told} == told
+    imported(second, tmp_path, "--deliver")
+    assert {row["session_id"] for row in leased(second)} == {"agent"}
+    assert {name: second.request("GET", f"/sessions/{name}").json()["trained"] for name in told} == told
 
 
 def test_records_of_another_session_are_refused(service: RunningService, tmp_path: Path) -> None:
@@ -544,7 +528,7 @@ def test_records_of_another_session_are_refused(service: RunningService, tmp_pat
 
 
 async def test_dangling_calls_and_damaged_records_come_back_as_what_they_are(
-    service: RunningService, engine: ScriptedEngine, redis_server: RedisServer, other_redis: RedisServer, tmp_path: Path
+    service: RunningService, redis_server: RedisServer, second: RunningService, tmp_path: Path
 ) -> None:
     session = service.session(session_id="hurt")
     said = session.answer("hello")
@@ -560,15 +544,14 @@ async def test_dangling_calls_and_damaged_records_come_back_as_what_they_are(
     (row,) = table(tmp_path / "first", "sessions")
     reasons = {item["call_id"]: item["reason"] for item in json.loads(row["quarantined"])}
     assert reasons == {"lost": "dangling", "record-1": "unreadable_record"}
-    with elsewhere(engine, other_redis) as second:
-        imported(second, tmp_path / "first")
-        export(second, tmp_path / "second")
-        for name in TABLES:
-            assert table(tmp_path / "second", name) == table(tmp_path / "first", name)
+    imported(second, tmp_path / "first")
+    export(second, tmp_path / "second")
+    for name in TABLES:
+        assert table(tmp_path / "second", name) == table(tmp_path / "first", name)
 
 
 def test_an_image_is_in_a_folder_once_whatever_sessions_have_it(
-    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
+    service: RunningService, second: RunningService, other_redis: RedisServer, tmp_path: Path
 ) -> None:
     red, blue = picture("red"), picture("blue")
     names = {hashlib.sha256(data).hexdigest(): data for data in (red, blue)}
@@ -579,15 +562,14 @@ def test_an_image_is_in_a_folder_once_whatever_sessions_have_it(
     assert {row["digest"]: row["data"] for row in table(tmp_path, "media")} == names and len(table(tmp_path, "media")) == 2
     found = ArchiveReader(tmp_path).find(other.session_id)
     assert found is not None and found.media == names
-    with elsewhere(engine, other_redis) as second:
-        imported(second, tmp_path)
-        imported(second, tmp_path)
-        for session_id in (first.session_id, other.session_id):
-            for digest, data in names.items():
-                assert second.request("GET", f"/sessions/{session_id}/media/{digest}").content == data
-            assert second.request("DELETE", f"/sessions/{session_id}").status_code == 204
-        with other_redis.client() as client:
-            assert not client.keys("vb:{m:*")
+    imported(second, tmp_path)
+    imported(second, tmp_path)
+    for session_id in (first.session_id, other.session_id):
+        for digest, data in names.items():
+            assert second.request("GET", f"/sessions/{session_id}/media/{digest}").content == data
+        assert second.request("DELETE", f"/sessions/{session_id}").status_code == 204
+    with other_redis.client() as client:
+        assert not client.keys("vb:{m:*")
 
 
 def test_an_image_is_archived_again_once_the_folder_that_has_it_was_moved_away(service: RunningService, tmp_path: Path) -> None:
@@ -606,7 +588,7 @@ def test_an_image_is_archived_again_once_the_folder_that_has_it_was_moved_away(s
 
 
 def test_a_fork_that_samples_nothing_is_exported_with_the_images_that_it_replayed(
-    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
+    service: RunningService, second: RunningService, tmp_path: Path
 ) -> None:
     red, blue = picture("red"), picture("blue")
     origin = pictured(service, red, blue)
@@ -614,24 +596,22 @@ def test_a_fork_that_samples_nothing_is_exported_with_the_images_that_it_replaye
     fork = pictured(service, red, blue, replay=replay, group_id="forked")
     assert fork.trajectories()[1]["sampled_tokens"] == 0
     export(service, tmp_path, "--group", "forked")
-    with elsewhere(engine, other_redis) as second:
-        imported(second, tmp_path)
-        for data in (red, blue):
-            digest = hashlib.sha256(data).hexdigest()
-            assert second.request("GET", f"/sessions/{fork.session_id}/media/{digest}").content == data
+    imported(second, tmp_path)
+    for data in (red, blue):
+        digest = hashlib.sha256(data).hexdigest()
+        assert second.request("GET", f"/sessions/{fork.session_id}/media/{digest}").content == data
 
 
 def test_an_image_that_is_not_what_its_digest_says_is_not_restored(
-    service: RunningService, engine: ScriptedEngine, other_redis: RedisServer, tmp_path: Path
+    service: RunningService, second: RunningService, tmp_path: Path
 ) -> None:
     session = pictured(service, picture())
     export(service, tmp_path)
     (whole,) = ArchiveReader(tmp_path).sessions()
     body = {"session": dict(whole.state), "start": 0, "records": [], "last": False, "media": {"0" * 64: b"x"}}
-    with elsewhere(engine, other_redis) as second:
-        content = msgpack.packb(body)
-        answer = second.request("POST", f"/sessions/{session.session_id}/records", content=content)
-        assert answer.status_code == 400 and "has another digest" in answer.text
+    content = msgpack.packb(body)
+    answer = second.request("POST", f"/sessions/{session.session_id}/records", content=content)
+    assert answer.status_code == 400 and "has another digest" in answer.text
 
 
 def test_only_the_sessions_that_were_asked_for_are_exported(service: RunningService, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from proxy.dialects.base import Seals
 from tests.support.engine.scripted_engine import Drop, Fail, Say, ScriptedEngine
 from tests.support.engine.scripted_images import picture
 from tests.support.service import plain_http
-from tests.support.service.redis_server import RedisServer, running_redis
+from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session, wait_until
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
@@ -592,31 +592,6 @@ def test_the_sdk_tries_again_by_itself(service: RunningService, engine: Scripted
     with harness(service, max_retries=1) as agent:
         assert agent.ask("q").content[0].text.strip() == "again"
         assert len(agent.session.calls) == 1
-
-
-def test_an_engine_that_cannot_be_reached_is_overloaded(redis_server: RedisServer) -> None:
-    with (
-        ScriptedEngine("qwen3") as engine,
-        RunningService(engine.url, redis_server.url, engine_api="token") as service,
-        harness(service) as agent,
-    ):
-        engine.stop()
-        with pytest.raises(anthropic.APIStatusError) as failed:
-            agent.ask("q")
-    assert (failed.value.status_code, failed.value.type) == (529, "overloaded_error")
-    assert failed.value.response.headers["retry-after"]
-
-
-def test_a_lost_store_is_overloaded(engine: ScriptedEngine) -> None:
-    with (
-        running_redis() as redis,
-        RunningService(engine.url, redis.url, engine_api="token") as service,
-        harness(service) as agent,
-    ):
-        redis.stop()
-        with pytest.raises(anthropic.APIStatusError) as failed:
-            agent.ask("q")
-    assert (failed.value.status_code, failed.value.type) == (529, "overloaded_error")
 
 
 def test_a_stream_that_breaks_off_ends_in_an_error_event(service: RunningService, engine: ScriptedEngine) -> None:
