@@ -19,7 +19,7 @@ import pytest
 from openai import APIStatusError, BadRequestError, InternalServerError
 
 from proxy.store import keys
-from tests.support.engine.scripted_engine import Fail, Generation, Say, ScriptedEngine, logprobs_of
+from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine, logprobs_of
 from tests.support.service.redis_server import RedisServer, running_redis
 from tests.support.service.running_service import RunningService, Session, hanging_up, streamed_text, wait_until
 from tests.support.sessions.conversations import (
@@ -252,18 +252,15 @@ def test_the_same_seed_samples_the_same(engine: ScriptedEngine, service: Running
     assert first == again != other
 
 
-def test_a_limit_beyond_the_window_is_clamped(engine: ScriptedEngine, service: RunningService) -> None:
+@pytest.mark.parametrize("limit", [{}, {"max_tokens": 100_000}], ids=["none", "beyond the window"])
+def test_a_reply_may_fill_the_window_and_no_more(
+    engine: ScriptedEngine, service: RunningService, limit: dict[str, Any]
+) -> None:
     session = service.session()
-    session.ask("q", max_tokens=100_000)
+    session.ask("q", **limit)
     (call,) = session.calls
     room = engine.max_model_len - len(call["prompt_ids"])
     assert engine.last.sampling["max_tokens"] == call["sampling"]["max_tokens"] == room
-
-
-def test_without_a_limit_the_reply_may_fill_the_window(engine: ScriptedEngine, service: RunningService) -> None:
-    session = service.session()
-    session.ask("q")
-    assert engine.last.sampling["max_tokens"] == engine.max_model_len - len(session.calls[0]["prompt_ids"])
 
 
 def test_what_the_engine_knows_and_we_do_not_is_passed_on(engine: ScriptedEngine, service: RunningService) -> None:
@@ -278,28 +275,6 @@ def test_what_the_engine_knows_and_we_do_not_is_passed_on(engine: ScriptedEngine
 
 
 # Order of writing
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_intent_is_in_the_store_before_the_engine_is_asked(
-    engine: ScriptedEngine, service: RunningService, redis_server: RedisServer, stream: bool
-) -> None:
-    session = service.session()
-    seen: list[bytes] = []
-
-    def look(generation: Generation, index: int) -> str:
-        with redis_server.client() as client:
-            seen.extend(client.hkeys(keys.intents(session.session_id)))
-        return "hello"
-
-    engine.script = look
-    answer = session.ask("q", stream=stream)
-    if stream:
-        streamed_text(answer)
-    (call,) = session.calls
-    assert seen == [call["call_id"].encode()]
-    with redis_server.client() as client:
-        assert client.hlen(keys.intents(session.session_id)) == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -19,8 +19,8 @@ from proxy.dialects.splitting import split_body
 from proxy.errors import RequestError
 from proxy.store.states import SessionInfo
 from tests.support.engine.scripted_engine import ScriptedEngine
-from tests.support.service import plain_http
 from tests.support.service.running_service import RunningService
+from tests.support.service.running_service import Session as HarnessSession
 
 
 def test_the_fields_are_decoded_and_the_items_of_the_history_left_raw() -> None:
@@ -87,15 +87,9 @@ def _call(call_id: str) -> dict[str, object]:
     return {"id": call_id, "type": "function", "function": {"name": "read", "arguments": "{}"}}
 
 
-def _post(session: object, messages: list[dict[str, object]]) -> httpx.Response:
-    client = session.client  # type: ignore[attr-defined]
+def _post(session: HarnessSession, messages: list[dict[str, object]]) -> httpx.Response:
     body = json.dumps({"model": "policy", "messages": messages}).replace("SURROGATE", "cut \\ud83d")
-    return plain_http.post(
-        f"{client.base_url}chat/completions",
-        content=body,
-        headers={"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json"},
-        timeout=120,
-    )
+    return session.post("/v1/chat/completions", body.encode())
 
 
 FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}

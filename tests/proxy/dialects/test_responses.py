@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -32,10 +32,7 @@ from proxy.dialects.splitting import split_body
 from proxy.errors import RequestError, UnknownCall
 from reconstruct.messages import digest_message, minted_call_ids, projection
 from reconstruct.records import Call
-from tests.support.engine.scripted_engine import ScriptedEngine
-from tests.support.service.redis_server import RedisServer
 from tests.support.service.responses_client import EVENT, RESPONSE, check_order, read_events
-from tests.support.service.running_service import RunningService, Session
 
 CALL_ID = "0123456789ab0123456789ab"
 FUNCTION = {
@@ -443,30 +440,3 @@ def test_junk_is_refused_as_the_callers_fault(body: Any, noise: bytes) -> None:
         else:
             assert request.history
             json.loads(dialect.render(request, reply_of(message_of("a"))))
-
-
-@pytest.fixture(scope="module")
-def service(redis_server: RedisServer) -> Iterator[RunningService]:
-    with ScriptedEngine("qwen3") as engine, RunningService(engine.url, redis_server.url, engine_api="token") as service:
-        yield service
-
-
-@pytest.fixture(scope="module")
-def session(service: RunningService) -> Session:
-    return service.session()
-
-
-@settings(max_examples=30)
-@given(bodies)
-def test_junk_is_never_an_error_of_the_service_and_never_half_recorded(
-    service: RunningService, session: Session, body: Any
-) -> None:
-    before = recorded(service, session)
-    answer = session.post("/v1/responses", body)
-    assert answer.status_code == 200 or 400 <= answer.status_code < 500, answer.text
-    assert recorded(service, session) - before == (answer.status_code == 200)
-
-
-def recorded(service: RunningService, session: Session) -> int:
-    count: int = service.request("GET", f"/sessions/{session.session_id}").json()["calls"]
-    return count
