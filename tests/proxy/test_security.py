@@ -230,9 +230,7 @@ def test_a_key_opens_nothing_any_more_when_its_session_is_closed_or_deleted(
     asked = len(running.engine.generations)
 
     def answer() -> httpx.Response:
-        body = BODIES[dialect] if method == "POST" else None
-        path = f"/s/{session.session_id}{HARNESS[endpoint]}"
-        return ask(service, method, path, headers=bearer(session.api_key), json=body)
+        return session.request(method, HARNESS[endpoint], json=BODIES[dialect] if method == "POST" else None)
 
     session.close()
     assert answer().status_code == 409
@@ -252,11 +250,9 @@ def test_a_session_of_the_same_name_has_another_key_also_where_the_first_is_in_m
         assert elsewhere.request("DELETE", "/sessions/again").status_code == 204
         second = elsewhere.session(session_id="again")
         for path in ("/v1/models", "/v1/chat/completions"):
-            method, body = ("POST", BODIES["chat"]) if "chat" in path else ("GET", None)
-            url = f"/s/again{path}"
-            assert ask(service, method, url, headers=bearer(first.api_key), json=body).status_code in (401, 404)
-            assert ask(service, method, url, headers=bearer(second.api_key), json=body).status_code == 200
-            assert ask(service, method, url, headers=bearer(first.api_key), json=body).status_code == 401
+            asked: Any = ("POST", path, BODIES["chat"]) if "chat" in path else ("GET", path, None)
+            for session, statuses in ((first, (401, 404)), (second, (200,)), (first, (401,))):
+                assert session.request(*asked[:2], at=service, json=asked[2]).status_code in statuses
         assert len(second.calls) == 1
 
 
@@ -297,18 +293,10 @@ def test_a_key_that_the_url_says_twice_is_refused(service: RunningService, sessi
 def test_what_one_session_was_answered_is_not_another_sessions_to_read(running: Running, service: RunningService) -> None:
     running.engine.say("the secret of the first")
     first, second = service.session(), service.session()
-    made = ask(
-        service,
-        "POST",
-        f"/s/{first.session_id}/v1/responses",
-        headers=bearer(first.api_key),
-        json={"model": "policy", "input": "q"},
-    )
-    reply = made.json()["id"]
-    own = ask(service, "GET", f"/s/{first.session_id}/v1/responses/{reply}", headers=bearer(first.api_key))
-    assert "the secret" in own.text
+    reply = first.post("/v1/responses", BODIES["responses"]).json()["id"]
+    assert "the secret" in first.request("GET", f"/v1/responses/{reply}").text
     for path in (f"/v1/responses/{reply}", f"/v1/responses/{reply}/input_items"):
-        answer = ask(service, "GET", f"/s/{second.session_id}{path}", headers=bearer(second.api_key))
+        answer = second.request("GET", path)
         assert answer.status_code == 404 and "the secret" not in answer.text
     for path in (
         f"/s/{first.session_id}/v1/responses/{reply}",
@@ -319,7 +307,7 @@ def test_what_one_session_was_answered_is_not_another_sessions_to_read(running: 
         answer = raw_path(service, "GET", path, second.api_key)
         assert answer.status_code in (401, 404) and "the secret" not in answer.text
     going_on = {**BODIES["responses"], "previous_response_id": reply}
-    answer = ask(service, "POST", f"/s/{second.session_id}/v1/responses", headers=bearer(second.api_key), json=going_on)
+    answer = second.post("/v1/responses", going_on)
     assert answer.status_code in (400, 404) and "the secret" not in answer.text
     assert second.calls == []
 
@@ -471,7 +459,7 @@ def test_arguments_that_hold_deep_json_do_no_harm(running: Running, service: Run
         {"role": "tool", "tool_call_id": "call_x", "content": "done"},
     ]
     body = {"model": "policy", "messages": history, "max_tokens": 4}
-    answer = ask(service, "POST", f"/s/{session.session_id}/v1/chat/completions", headers=bearer(session.api_key), json=body)
+    answer = session.post("/v1/chat/completions", body)
     assert answer.status_code in (200, 400, 502), answer.text[:300]
     assert session.ask("something else", max_tokens=4).choices
     assert service.request("GET", f"/sessions/{session.session_id}/trajectories").status_code == 200
@@ -521,8 +509,7 @@ def test_media_named_by_address_are_not_passed_on(redis_url: str, api: str) -> N
         session = service.session()
 
         def answer(dialect: str, body: Any) -> httpx.Response:
-            path = f"/s/{session.session_id}{HARNESS['POST', dialect, 'call']}"
-            return ask(service, "POST", path, headers=bearer(session.api_key), json=body)
+            return session.post(HARNESS["POST", dialect, "call"], body)
 
         for dialect, body in PICTURES.items():
             refused = answer(dialect, body)
@@ -539,8 +526,7 @@ def test_media_named_by_address_are_not_passed_on(redis_url: str, api: str) -> N
 def test_an_engine_is_not_told_of_another_engine_to_fetch_from(running: Running, service: RunningService, dialect: str) -> None:
     session = service.session()
     body = {**BODIES[dialect], "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 1}}
-    path = f"/s/{session.session_id}{HARNESS['POST', dialect, 'call']}"
-    answer = ask(service, "POST", path, headers=bearer(session.api_key), json=body)
+    answer = session.post(HARNESS["POST", dialect, "call"], body)
     assert answer.status_code == 400 and "kv_transfer_params" in answer.text
     assert running.engine.generations == []
 
@@ -585,19 +571,12 @@ def test_calls_beyond_the_limits_wait_their_turn_in_the_dialects_shape(redis_url
         held = [pool.submit(first.ask, "q") for _ in range(2)]
         engine.wait_for(lambda: len(engine.generations) == 2)
         for dialect, body in BODIES.items():
-            refused = ask(
-                service,
-                "POST",
-                f"/s/{first.session_id}{HARNESS['POST', dialect, 'call']}",
-                headers=bearer(first.api_key),
-                json=body,
-            )
+            refused = first.post(HARNESS["POST", dialect, "call"], body)
             assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
             assert said(dialect, refused.json()) == RATE_LIMITED[dialect]
         held.append(pool.submit(second.ask, "q"))
         engine.wait_for(lambda: len(engine.generations) == 3)
-        path = f"/s/{third.session_id}/v1/chat/completions"
-        full = ask(service, "POST", path, headers=bearer(third.api_key), json=BODIES["chat"])
+        full = third.post("/v1/chat/completions", BODIES["chat"])
         assert full.status_code == 429 and "this process" in full.json()["error"]["message"]
         gate.set()
         assert [call.result().choices[0].message.content for call in held] == ["hello"] * 3
