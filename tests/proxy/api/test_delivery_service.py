@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from dataclasses import replace
 from typing import Any
 
-import httpx
-import msgpack
-import numpy as np
 import pytest
 
 from proxy.api.admission import reclaim_places
@@ -149,34 +145,6 @@ async def claimed(url: str) -> set[str]:
     found = await store.connection.execute("HKEYS", "vb:{delivery}:claims")
     await store.connection.close()
     return {name.decode() for name in found}
-
-
-def test_a_batch_of_many_megabytes_arrives_whole_while_others_are_served(redis_url: str) -> None:
-    tokens, sessions = 20_000, 20  # more than 15 groups: msgpack writes the length of such an array in another way
-    with RunningService(NO_ENGINE, redis_url) as service:
-        finished(redis_url, service, *(f"s{number}" for number in range(sessions)), sampled=tokens)
-        for accept in ("application/json", "application/msgpack", "application/msgpack;arrays=packed"):
-            headers = {"authorization": f"Bearer {TRAINER}", "accept": accept}
-            url, body = f"{service.url}/batches/lease", {"max_groups": sessions}
-            with httpx.stream("POST", url, json=body, headers=headers, timeout=120) as response:
-                assert response.status_code == 200
-                length = int(response.headers["content-length"])
-                content = b""
-                for chunk in response.iter_bytes():
-                    content += chunk
-                    if len(content) < 2**20:
-                        # In the middle of the answer, somebody else is answered.
-                        assert service.request("GET", "/healthz").status_code == 200
-            assert response.headers["content-type"] == accept
-            assert len(content) == length > 9 * tokens * sessions
-            batch = json.loads(content) if accept == "application/json" else msgpack.unpackb(content)
-            assert [group["group_id"] for group in batch["groups"]] == [f"s{number}" for number in range(sessions)]
-            (row,) = batch["groups"][-1]["trajectories"]
-            logprobs = (
-                np.frombuffer(row["logprobs"], "<f4") if isinstance(row["logprobs"], bytes) else np.array(row["logprobs"])
-            )
-            assert (logprobs[:2].tolist(), logprobs[2:].tolist()) == ([0, 0], [-0.5] * tokens)
-            assert service.request("POST", f"/batches/{batch['lease_id']}/nack", TRAINER).status_code == 200
 
 
 async def test_stale_groups_are_dropped_and_counted_where_that_is_set(redis_url: str) -> None:

@@ -151,23 +151,6 @@ def test_a_prompt_goes_on_under_another_name_of_the_policy(engine: ScriptedEngin
     assert len(session.trajectories()[0]) == 1
 
 
-def test_names_of_two_policies_are_two_rows(engine: ScriptedEngine, redis_server: RedisServer) -> None:
-    with (
-        ScriptedEngine("qwen3", model="small") as other,
-        RunningService([engine.url, f"small={other.url}"], redis_server.url) as service,
-    ):
-        session = service.session()
-        engine.say("reply 0", "reply 2")
-        other.say("reply 1")
-        messages: list[Any] = [turn("user", "q")]
-        for name in ("opus", "small", "haiku"):
-            answer = session.client.chat.completions.create(model=name, messages=messages)
-            messages += [answer.choices[0].message.model_dump(exclude_none=True), turn("user", "more")]
-        first, second, third = (call["call_id"] for call in session.calls)
-        rows = {row["policy"]: row["call_ids"] for row in session.trajectories()[0]}
-        assert rows == {"": [first, third], "small": [second]}, "what the other policy said is prompt here"
-
-
 @pytest.mark.case(20)
 @pytest.mark.parametrize("names", [("sonnet",) * 5, ALTERNATING[::-1]], ids=["a name of its own", "in another order"])
 def test_a_fork_that_asks_by_another_name_of_the_policy_does_not_diverge(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
 from dataclasses import replace
 
 import pytest
 
 from proxy.errors import Conflict, NotFound
 from proxy.store.delivery import Announced, CloseRequest
-from proxy.store.groups import GroupDefaults, LeaseRecord
+from proxy.store.groups import GroupDefaults
 from tests.support.service.redis_server import Store
-from tests.support.sessions.filled_groups import ALL, DROP, ask, counted, failed, fill, given, lease, member, partial
+from tests.support.sessions.filled_groups import ALL, DROP, counted, failed, fill, given, lease, member, partial
 
 VARIED = GroupDefaults("require_all", zero_variance="drop")
 
@@ -217,23 +215,6 @@ async def test_the_oldest_span_of_all_members_decides_the_staleness(store: Store
     unusable = replace(failed("c"), oldest_version=0)
     await fill(store, "h", unusable, member("d", oldest=4), defaults=partial(1))
     assert await given(store, oldest_version=4) == ["h"]
-
-
-async def test_two_consumers_racing_never_share_a_group(store: Store) -> None:
-    for i in range(60):
-        await fill(store, f"g{i}", member(f"s{i}"))
-
-    async def consume(seed: int) -> list[str]:
-        mine: list[str] = []
-        rng = random.Random(seed)
-        while isinstance(taken := await ask(store, str(seed), max_groups=rng.randint(1, 3)), LeaseRecord):
-            await asyncio.sleep(rng.random() / 200)
-            mine += await store.delivery.ack(taken.lease_id, 11.0)
-        return mine
-
-    shares = await asyncio.gather(*(consume(seed) for seed in range(4)))
-    everything = [group_id for share in shares for group_id in share]
-    assert sorted(everything) == sorted(f"g{i}" for i in range(60))
 
 
 async def test_a_withdrawn_session_frees_its_place(store: Store) -> None:
