@@ -1,8 +1,4 @@
-"""Anything at all, to every endpoint: never a 500, never a record of what was refused.
-
-The control side is taken from its own OpenAPI description, so that a new endpoint is fuzzed without anyone thinking of it; the
-harness side gets well-formed bodies of each dialect with something broken in them.
-"""
+"""Well-formed bodies of each dialect with something broken in them: never a 500, never a record of what was refused."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ about one of them.
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 from typing import Any
 
@@ -15,7 +14,7 @@ import openai
 import pytest
 from openai.types import Completion
 
-from proxy.dialects.completions import CompletionsDialect, legacy_logprobs
+from proxy.dialects.completions import legacy_logprobs
 from tests.support.engine.scripted_engine import Say, ScriptedEngine, logprobs_of
 from tests.support.engine.scripted_fixtures import Running
 from tests.support.service.redis_server import RedisServer
@@ -67,7 +66,7 @@ def test_each_prompt_of_an_array_is_a_call_of_its_own(engine: ScriptedEngine, se
     engine.script = lambda generation, index: Say(f"{generation.prompt} {index}")
     session = service.session()
     fields: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
-    answer = complete(session, ["red", "blue"], n=2, stream=stream, **fields)
+    answer = complete(session, ["red", "blue"], n=2, stream=stream, extra_body={"best_of": 2}, **fields)
     chunks = list(answer) if stream else [answer]
     assert [told(chunks, index).removesuffix(END) for index in range(4)] == ["red 0", "red 1", "blue 0", "blue 1"]
     assert len({chunk.id for chunk in chunks}) == 1
@@ -169,21 +168,6 @@ def test_a_reply_is_sixteen_tokens_long_unless_the_request_says_otherwise(
         reply = complete(session, "the cat", **fields)
         assert (reply.choices[0].finish_reason, reply.usage.completion_tokens) == ("length", expected)
         assert session.calls[-1]["sampling"]["max_tokens"] == expected
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_every_choice_is_a_call_of_its_own(engine: ScriptedEngine, service: RunningService, stream: bool) -> None:
-    engine.say("hello", "world")
-    session = service.session()
-    asked = complete(session, "the cat", n=2, stream=stream, extra_body={"best_of": 2})
-    if stream:
-        chunks = list(asked)
-        texts = [told(chunks, index) for index in (0, 1)]
-    else:
-        texts = [choice.text for choice in asked.choices]
-    assert texts == ["hello", "world"]
-    assert [call["reply"]["content"] for call in session.calls] == ["hello", "world"]
-    assert [call["prompt_ids"] for call in session.calls] == [engine.family.encode("the cat")] * 2
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -537,11 +521,3 @@ def test_offsets_go_on_where_the_last_piece_ended() -> None:
         "top_logprobs": [{"ab": -1.0}, {}],
         "text_offset": [3, 5],
     }
-
-
-def test_errors_have_the_vendors_shape() -> None:
-    from proxy.errors import ContextTooLong
-
-    answer = CompletionsDialect().render_error(ContextTooLong("too long", param="prompt"))
-    assert answer.status == 400
-    assert json.loads(answer.body)["error"]["code"] == "context_length_exceeded"

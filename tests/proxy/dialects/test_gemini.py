@@ -376,6 +376,7 @@ def test_a_generation_config_is_read_in_either_spelling_and_with_numbers_as_text
         "stopSequences": ["END"],
         "candidateCount": 2,
         "presence_penalty": 0.1,
+        "frequencyPenalty": -0.5,
         "responseLogprobs": True,
         "logprobs": 3,
         "thinking_config": {"include_thoughts": True, "thinkingBudget": 0, "thinkingLevel": "LOW"},
@@ -385,7 +386,7 @@ def test_a_generation_config_is_read_in_either_spelling_and_with_numbers_as_text
     request = parsed({"contents": HI, "generation_config": config, "safetySettings": [], "labels": {"a": "b"}})
     assert request.sampling == {"temperature": 0.5, "top_p": 0.25, "top_k": 5, "seed": 7, "max_tokens": 100, "stop": ["END"]}
     assert (request.model, request.n, request.top_logprobs, request.stream) == ("policy", 2, 3, False)
-    assert request.forward == {"presence_penalty": 0.1, "reasoning_effort": "low"}
+    assert request.forward == {"presence_penalty": 0.1, "frequency_penalty": -0.5, "reasoning_effort": "low"}
     assert request.template_kwargs == {"enable_thinking": False}
 
 

@@ -15,7 +15,7 @@ from google import genai
 from google.genai import errors, types
 from pydantic import BaseModel
 
-from tests.support.engine.scripted_engine import Drop, Fail, Say, ScriptedEngine
+from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.engine.scripted_fixtures import Running
 from tests.support.service import plain_http
 from tests.support.service.running_service import RunningService, Session
@@ -206,34 +206,6 @@ def test_a_text_arrives_in_pieces_while_it_is_sampled(
     gate.set()
     rest = "".join(chunk.text or "" for chunk in stream)
     assert first + rest == session.calls[0]["reply"]["content"]
-
-
-def test_sampling_fields_reach_the_engine(engine: ScriptedEngine, service: RunningService, client_of: Clients) -> None:
-    asked = config(
-        temperature=0.5,
-        top_p=0.25,
-        top_k=7,
-        seed=11,
-        max_output_tokens=5,
-        stop_sequences=["END"],
-        presence_penalty=0.5,
-        frequency_penalty=-0.5,
-    )
-    client_of(service.session()).models.generate_content(model="policy", contents="hi", config=asked)
-    sampling = engine.last.sampling
-    names = ("temperature", "top_p", "top_k", "seed", "max_tokens", "stop", "presence_penalty", "frequency_penalty")
-    assert [sampling[name] for name in names] == [0.5, 0.25, 7, 11, 5, ["END"], 0.5, -0.5]
-
-
-def test_a_reply_cut_by_the_limit_says_so(engine: ScriptedEngine, service: RunningService, client_of: Clients) -> None:
-    models = client_of(service.session()).models
-    engine.say(*["first second third fourth"] * 2)
-    asked = config(max_output_tokens=2)
-    whole = models.generate_content(model="policy", contents="hi", config=asked)
-    chunks = list(models.generate_content_stream(model="policy", contents="hi", config=asked))
-    for response in (whole, chunks[-1]):
-        assert response.candidates and response.candidates[0].finish_reason == types.FinishReason.MAX_TOKENS
-    assert joined(chunks) == joined([whole])
 
 
 class Weather(BaseModel):
@@ -575,30 +547,6 @@ def test_what_the_caller_got_wrong_is_a_client_error(
     service.request("DELETE", f"/sessions/{session.session_id}")
     missing = refusal(client)
     assert (missing.code, missing.status) == (404, "NOT_FOUND")
-
-
-def test_too_long_a_prompt_is_known_by_googles_sentence(
-    engine: ScriptedEngine, service: RunningService, client_of: Clients
-) -> None:
-    session = service.session()
-    error = refusal(client_of(session), contents="fishing in the river " * 600)
-    assert (error.code, error.status) == (400, "INVALID_ARGUMENT")
-    message = str(error.message)
-    assert message.startswith("The input token count") and "exceeds the maximum number of tokens allowed" in message
-    assert session.calls == []
-
-
-@pytest.mark.parametrize("fault", [Drop(), Fail(500), Fail(503, "overloaded")])
-def test_an_engine_that_fails_is_a_server_error_that_says_when_to_ask_again(
-    engine: ScriptedEngine, service: RunningService, client_of: Clients, fault: Any
-) -> None:
-    session = service.session()
-    engine.say(*[fault] * 40)
-    error = refusal(client_of(session))
-    assert isinstance(error, errors.ServerError) and error.code in (502, 503) and error.status == "UNAVAILABLE"
-    assert int(error.response.headers["retry-after"]) >= 1
-    assert {"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "1s"} in error.details["error"]["details"]
-    assert session.calls == []
 
 
 def test_a_stream_that_breaks_off_is_no_finished_reply(
