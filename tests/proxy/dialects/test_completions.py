@@ -26,11 +26,6 @@ END = "<|im_end|>"
 SETTINGS = {"max_model_len": 512}
 
 
-@pytest.fixture
-def chat_service(running: Running) -> RunningService:
-    return running[1]["chat"]
-
-
 def complete(session: Session, prompt: Any, **fields: Any) -> Any:
     return session.client.completions.create(model="policy", prompt=prompt, **fields)
 
@@ -301,9 +296,9 @@ def test_text_keeps_the_sampled_ids_where_it_would_be_tokenised_otherwise(
     assert_one_row(session, calls)
 
 
-def test_on_the_chat_path_such_text_branches(engine: ScriptedEngine, chat_service: RunningService) -> None:
+def test_on_the_chat_path_such_text_branches(engine: ScriptedEngine, running: Running) -> None:
     family = engine.family
-    session = chat_service.session()
+    session = running[1]["chat"].session()
     engine.say(Say(token_ids=[*family.encode("fish"), *family.encode("ing")], finish_reason="length"))
     complete(session, "the cat ")
     complete(session, "the cat fishing and")

@@ -16,19 +16,12 @@ from google.genai import errors, types
 from pydantic import BaseModel
 
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
-from tests.support.engine.scripted_fixtures import Running
-from tests.support.service import plain_http
 from tests.support.service.running_service import RunningService, Session
 
 Clients = Callable[..., genai.Client]
 
 
 SETTINGS = {"max_model_len": 2048, "thinking": "retain", "keepalive_seconds": 0.3, "max_body_bytes": 200_000}
-
-
-@pytest.fixture
-def token(running: Running) -> RunningService:
-    return running[1]["token"]
 
 
 @pytest.fixture
@@ -107,10 +100,8 @@ def joined(chunks: list[types.GenerateContentResponse], index: int = 0) -> list[
     return made[1:] if len(made) > 1 and made[0] == {"text": ""} else made
 
 
-def post(session: Session, body: Any, method: str = "generateContent", *, key: str = "", query: str = "") -> httpx.Response:
-    url = f"{root_of(session)}/v1beta/models/policy:{method}{query}"
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return plain_http.post(url, content=content, headers={"x-goog-api-key": key or session.api_key})
+def post(session: Session, body: Any, method: str = "generateContent") -> httpx.Response:
+    return session.post(f"/v1beta/models/policy:{method}", body)
 
 
 def straight(session: Session, calls: int) -> None:
@@ -430,7 +421,7 @@ def replied(session: Session, body: Any, streamed: bool) -> list[dict[str, Any]]
     if not streamed:
         found: list[dict[str, Any]] = post(session, body).raise_for_status().json()["candidates"][0]["content"]["parts"]
         return found
-    answer = post(session, body, "streamGenerateContent", query="?alt=sse").raise_for_status()
+    answer = post(session, body, "streamGenerateContent?alt=sse").raise_for_status()
     events = [json.loads(event.removeprefix("data: ")) for event in answer.text.strip().split("\n\n")]
     return [part for event in events for part in event["candidates"][0]["content"]["parts"]]
 
@@ -440,9 +431,11 @@ def answer(call: dict[str, Any]) -> dict[str, Any]:
     return {"functionResponse": {"id": call["id"], "name": call["name"], "response": response}}
 
 
-def test_thoughts_that_a_client_drops_are_read_from_the_signature(engine: ScriptedEngine, token: RunningService) -> None:
+def test_thoughts_that_a_client_drops_are_read_from_the_signature(
+    engine: ScriptedEngine, token_service: RunningService
+) -> None:
     """Where the turn before was edited nothing can be looked up: the reasoning that the signature carries is rendered."""
-    session = token.session()
+    session = token_service.session()
     engine.say(engine.family.speak("hello", reasoning="a secret thought", calls=[("lookup", {"key": "a"})]))
     tools = [json.loads(LOOKUP.model_dump_json(by_alias=True, exclude_none=True))]
     said = replied(session, {"contents": [{"parts": [{"text": "hi"}]}], "tools": tools}, False)
@@ -504,8 +497,8 @@ def test_counting_and_listing_record_nothing(engine: ScriptedEngine, service: Ru
     assert session.calls == [] and not engine.generations
 
 
-def test_tokens_are_counted_as_the_call_will_have_them(engine: ScriptedEngine, token: RunningService) -> None:
-    session = token.session()
+def test_tokens_are_counted_as_the_call_will_have_them(engine: ScriptedEngine, token_service: RunningService) -> None:
+    session = token_service.session()
     tools = [json.loads(LOOKUP.model_dump_json(by_alias=True, exclude_none=True))]
     body = {"contents": [{"parts": [{"text": "hi"}]}], "tools": tools, "systemInstruction": {"parts": [{"text": "Be kind."}]}}
     inner = {"generateContentRequest": {"model": "models/policy", **body}}
@@ -571,7 +564,7 @@ def test_an_error_in_a_stream_stands_without_data_where_googles_javascript_sdk_r
     session = service.session()
     engine.say(Say("fishing in the river and more of it", break_after=6))
     body = {"contents": [{"parts": [{"text": "hi"}]}]}
-    answer = post(session, body, "streamGenerateContent", query="?alt=sse")
+    answer = post(session, body, "streamGenerateContent?alt=sse")
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
     *events, last = answer.text.split("\n\n")
     assert all(event.startswith("data: ") for event in events)
