@@ -76,15 +76,6 @@ def reading(server: RedisServer) -> int:
         return int(client.info("clients")["blocked_clients"])
 
 
-async def test_a_waiting_lease_notices_by_itself_that_another_has_expired(service: Service) -> None:
-    await service.finished("s0")
-    assert await service.lease(lease_seconds=0.3, consumer="crashed")
-    started = time.monotonic()
-    again = await service.lease(wait_seconds=60, consumer="other")
-    assert again is not None and again["groups"][0]["group_id"] == "s0"
-    assert time.monotonic() - started < 30.0
-
-
 async def test_a_waiting_lease_whose_news_were_lost_looks_by_itself(
     service: Service, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,28 +89,6 @@ async def test_a_waiting_lease_whose_news_were_lost_looks_by_itself(
         await asyncio.sleep(0.01)
     await service.finished("s0")
     assert await asyncio.wait_for(waiting, 60) is not None
-
-
-async def test_two_trainers_of_different_appetite_share_what_becomes_ready(redis_url: str) -> None:
-    """Both wait for ever more, at two proxies, while groups trickle in: neither gets everything."""
-    got: dict[str, int] = {"greedy": 0, "modest": 0}
-    async with running(redis_url) as one, running(redis_url) as two:
-        total = 24
-
-        async def train(name: str, service: Service, appetite: int) -> None:
-            while sum(got.values()) < total:
-                batch = await service.lease(wait_seconds=1, consumer=name, max_groups=appetite)
-                if batch:
-                    await service.trainer.post(f"/batches/{batch['lease_id']}/ack")
-                    got[name] += len(batch["groups"])
-
-        trainers = [asyncio.create_task(train("greedy", one, 64)), asyncio.create_task(train("modest", two, 1))]
-        await asyncio.sleep(0.3)
-        for number in range(total):
-            await (one, two)[number % 2].finished(f"s{number}")
-        await asyncio.wait_for(asyncio.gather(*trainers), 60)
-    assert sum(got.values()) == total
-    assert min(got.values()) >= total // 6, got
 
 
 def test_who_hangs_up_while_waiting_leaves_its_place_and_loses_no_group(redis_url: str) -> None:

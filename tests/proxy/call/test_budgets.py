@@ -103,15 +103,6 @@ def test_prompts_count_in_the_budget_of_all_tokens(engine: ScriptedEngine, token
     assert ask(small).status_code == 401 and small.calls == []
 
 
-def test_choices_are_calls(engine: ScriptedEngine, service: RunningService) -> None:
-    session = service.session(max_calls=3)
-    engine.say("a", "b")
-    assert ask(session, n=2).status_code == 200
-    assert ask(session, n=2).status_code == 401
-    engine.say("c")
-    assert ask(session).status_code == 200 and len(session.calls) == 3
-
-
 @pytest.mark.parametrize("ids_rise", [True, False])
 def test_calls_at_once_do_not_go_over_the_budget(
     engine: ScriptedEngine, service: RunningService, ids_rise: bool, monkeypatch: pytest.MonkeyPatch
@@ -139,17 +130,6 @@ def test_all_choices_of_a_call_under_way_count(engine: ScriptedEngine, service: 
         gate.set()
     assert sorted(answer.result().status_code for answer in answers) == [200, 401]
     assert len(session.calls) == 3
-
-
-def test_every_process_counts_alike(engine: ScriptedEngine, running: Running) -> None:
-    here, there = running[1]["token"], running[1]["chat"]
-    session = here.session(max_calls=2)
-    engine.say("a", "b")
-    body = {"model": "policy", "messages": USER}
-    for status in (200, 401):
-        assert ask(session).status_code == status
-        assert session.post("/v1/chat/completions", body, at=there).status_code == status
-    assert len(session.calls) == 2
 
 
 def ask_everywhere(running: Running, session: Session, count: int, **fields: Any) -> list[httpx.Response]:
