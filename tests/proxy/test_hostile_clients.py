@@ -10,7 +10,7 @@ import http.client
 import json
 import threading
 import zlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -34,6 +34,8 @@ from tests.support.engine.scripted_engine import Fail, ScriptedEngine
 from tests.support.service.redis_server import RedisServer, running_redis
 from tests.support.service.running_service import TRAINER, RunningService, Session
 
+SETTINGS = {"max_session_bytes": 10_000}
+
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": "policy", "messages": [{"role": "user", "content": "q"}]},
     "/v1/responses": {"model": "policy", "input": [{"role": "user", "content": "q"}]},
@@ -41,18 +43,6 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1beta/models/policy:generateContent": {"contents": [{"role": "user", "parts": [{"text": "q"}]}]},
 }
 HISTORIES = ("messages", "input", "contents")
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[ScriptedEngine]:
-    with ScriptedEngine("qwen3") as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def service(engine: ScriptedEngine, redis_server: RedisServer) -> Iterator[RunningService]:
-    with RunningService(engine.url, redis_server.url, engine_api="token", max_session_bytes=10_000) as service:
-        yield service
 
 
 def trees_of(service: RunningService) -> SessionCache:
@@ -81,11 +71,11 @@ def drafts() -> int:
 
 @pytest.mark.case(66)
 @pytest.mark.parametrize("path", BODIES)
-def test_messages_of_a_refused_body_are_not_remembered(service: RunningService, path: str) -> None:
+def test_messages_of_a_refused_body_are_not_remembered(token_service: RunningService, path: str) -> None:
     """They stayed with the session: 44 MB of them, each answered 400, filled a gigabyte."""
-    session = service.session()
+    session = token_service.session()
     assert session.post(path, BODIES[path]).status_code == 200
-    tree = tree_of(service, session)
+    tree = tree_of(token_service, session)
     before = (len(tree.items), tree.memory_bytes, len(tree._chains))
     for number in range(3):
         body = json.loads(json.dumps(BODIES[path]))
@@ -98,10 +88,10 @@ def test_messages_of_a_refused_body_are_not_remembered(service: RunningService, 
     assert drafts() <= 1
 
 
-def test_messages_that_the_engine_refuses_are_not_remembered(engine: ScriptedEngine, service: RunningService) -> None:
-    session = service.session()
+def test_messages_that_the_engine_refuses_are_not_remembered(engine: ScriptedEngine, token_service: RunningService) -> None:
+    session = token_service.session()
     session.ask("q")
-    tree = tree_of(service, session)
+    tree = tree_of(token_service, session)
     before = (len(tree.items), tree.memory_bytes, len(tree._chains), len(tree._replays))
     said = session.calls[0]["reply"]
     for number in range(3):
@@ -109,22 +99,22 @@ def test_messages_that_the_engine_refuses_are_not_remembered(engine: ScriptedEng
         history = [{"role": "user", "content": "q"}, said, {"role": "user", "content": f"{number}"}]
         assert session.post("/v1/chat/completions", {"model": "policy", "messages": history}).status_code == 400
     assert (len(tree.items), tree.memory_bytes, len(tree._chains), len(tree._replays)) == before
-    assert service.request("GET", f"/sessions/{session.session_id}").json()["calls"] == 1
+    assert token_service.request("GET", f"/sessions/{session.session_id}").json()["calls"] == 1
 
 
 # What is kept is bounded
 
 
-def test_a_tree_goes_when_its_session_is_closed(service: RunningService) -> None:
+def test_a_tree_goes_when_its_session_is_closed(token_service: RunningService) -> None:
     """Those of closed sessions stayed until 4,096 others came."""
-    session = service.session()
+    session = token_service.session()
     session.ask("q")
-    assert session.session_id in trees_of(service)._kept
+    assert session.session_id in trees_of(token_service)._kept
     session.close()
-    assert session.session_id not in trees_of(service)._kept
+    assert session.session_id not in trees_of(token_service)._kept
     refused = session.post("/v1/chat/completions", BODIES["/v1/chat/completions"])
     assert refused.status_code == 409, refused.text
-    assert session.session_id not in trees_of(service)._kept
+    assert session.session_id not in trees_of(token_service)._kept
 
 
 @pytest.mark.case(66)
@@ -152,15 +142,17 @@ def test_trees_are_kept_by_their_bytes_and_a_session_that_is_not_kept_goes_on(
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_session_that_holds_all_the_bytes_it_may_is_refused_in_its_dialects_shape(service: RunningService, path: str) -> None:
+def test_a_session_that_holds_all_the_bytes_it_may_is_refused_in_its_dialects_shape(
+    token_service: RunningService, path: str
+) -> None:
     """The records are compressed: what counts is what they are in memory."""
-    session = service.session()
+    session = token_service.session()
     session.ask("q" * 4_000)
     refused = session.post(path, BODIES[path])
     assert refused.status_code == 413, refused.text
     assert "VERBATIM_MAX_SESSION_BYTES" in refused.json()["error"]["message"]
     assert refused.headers["x-should-retry"] == "false"
-    shown = service.request("GET", f"/sessions/{session.session_id}").json()
+    shown = token_service.request("GET", f"/sessions/{session.session_id}").json()
     assert (shown["calls"], len(session.calls)) == (1, 1)
     session.close(reward=1.0)
     assert session.trajectories()[1]["exported_tokens"] > 0
@@ -187,14 +179,14 @@ def many(path: str, what: str, count: int) -> dict[str, Any]:
 @pytest.mark.parametrize(("what", "count"), [("messages", MAX_MESSAGES + 1), ("tools", MAX_TOOLS + 1), ("parts", MAX_VALUES)])
 @pytest.mark.parametrize("path", BODIES)
 def test_a_body_of_too_many_messages_tools_or_parts_is_refused_by_their_number(
-    service: RunningService, path: str, what: str, count: int
+    token_service: RunningService, path: str, what: str, count: int
 ) -> None:
-    """100,000 items of a history stopped the service for four seconds."""
-    session = service.session()
+    """100,000 items of a history stopped the token_service for four seconds."""
+    session = token_service.session()
     refused = session.post(path, many(path, what, count))
     assert refused.status_code == 400, refused.text
     assert "at most" in refused.text or "more than" in refused.text
-    assert tree_of(service, session).items == {}
+    assert tree_of(token_service, session).items == {}
     assert session.calls == []
 
 
@@ -327,14 +319,14 @@ def parser(path: str) -> tuple[list[threading.Thread], Any]:
 
 
 @pytest.mark.parametrize("path", SEALING)
-def test_seals_that_together_hold_too_much_are_refused_whatever_their_size(service: RunningService, path: str) -> None:
+def test_seals_that_together_hold_too_much_are_refused_whatever_their_size(token_service: RunningService, path: str) -> None:
     """A body of 350 KB became 273 MB, in one and a half seconds in which nobody else was served."""
-    session = service.session()
+    session = token_service.session()
     text = "a" * (MAX_SEALED_BYTES // 4 - 1)
     refused = session.post(path, sealed(path, *(seal(CALL_ID, str(at) + text) for at in range(5))))
     assert refused.status_code == 400, refused.text
     assert f"longer than {MAX_SEALED_BYTES} bytes" in refused.json()["error"]["message"]
-    assert tree_of(service, session).items == {}
+    assert tree_of(token_service, session).items == {}
     assert session.calls == []
 
 
@@ -434,10 +426,10 @@ async def test_who_waits_for_room_too_long_is_told_to_come_again() -> None:
     assert not room._waiting
 
 
-def test_a_body_that_says_it_is_too_large_is_not_read(service: RunningService) -> None:
-    session = service.session()
+def test_a_body_that_says_it_is_too_large_is_not_read(token_service: RunningService) -> None:
+    session = token_service.session()
     head = {"Authorization": f"Bearer {session.api_key}", "content-length": str(2**30)}
-    host, port = service.url.removeprefix("http://").split(":")
+    host, port = token_service.url.removeprefix("http://").split(":")
     with contextlib.closing(http.client.HTTPConnection(host, int(port), timeout=120)) as connection:
         connection.putrequest("POST", f"/s/{session.session_id}/v1/chat/completions")
         for name, value in head.items():

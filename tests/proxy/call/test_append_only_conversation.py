@@ -7,15 +7,16 @@ thinking and a well-formed tool call in every turn, and is given the ids that th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.support.engine.scripted_engine import Say, ScriptedEngine, logprobs_of
 from tests.support.engine.template_families import Family
-from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
+
+SETTINGS = {"max_model_len": 65536}
 
 TOOLS: list[Any] = [
     {
@@ -33,19 +34,6 @@ OPENING: list[dict[str, Any]] = [
 ]
 
 Replay = Callable[[dict[str, Any]], dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[ScriptedEngine]:
-    with ScriptedEngine("qwen3", max_model_len=65536) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def service(engine: ScriptedEngine, redis_server: RedisServer) -> Iterator[RunningService]:
-    redis_server.flushall()
-    with RunningService(engine.url, redis_server.url, engine_api="token") as service:
-        yield service
 
 
 def spoken(family: Family, turn: int) -> list[int]:
@@ -86,11 +74,11 @@ def without_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.case(8)
 @pytest.mark.parametrize(("replay", "turns"), [(as_sent, 10), (reserialised, 50), (trimmed, 10), (without_reasoning, 10)])
 def test_turns_of_thinking_and_tool_calls_are_one_row(
-    engine: ScriptedEngine, service: RunningService, replay: Replay, turns: int
+    engine: ScriptedEngine, token_service: RunningService, replay: Replay, turns: int
 ) -> None:
     """Every turn is one user turn's tool loop, in which the template keeps the thinking: nothing but the replay could branch."""
     engine.reset().say(*[Say(token_ids=spoken(engine.family, turn)) for turn in range(turns)])
-    session = service.session()
+    session = token_service.session()
     messages = list(OPENING)
     for turn in range(turns):
         reply = session.answer(messages, tools=TOOLS)

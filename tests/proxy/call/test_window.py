@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,29 +11,17 @@ from hypothesis import strategies as st
 from proxy.call.window import TOKEN_BYTES, check_texts, find_texts, measure_texts
 from proxy.errors import ContextTooLong
 from tests.support.engine.scripted_engine import ScriptedEngine
-from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
 from tests.support.sessions.questions import ask_in_each_dialect
 
 WINDOW = 512
+SETTINGS = {"max_model_len": WINDOW}
 TOO_MUCH = "lorem ipsum " * (WINDOW * TOKEN_BYTES // 10 + 1)
 USER = [{"role": "user", "content": TOO_MUCH}]
 ASKED = {
     **ask_in_each_dialect(TOO_MUCH),
     "count": ("/v1/messages/count_tokens", {"model": "policy", "messages": USER}),
 }
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[ScriptedEngine]:
-    with ScriptedEngine("qwen3", max_model_len=WINDOW) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def service(engine: ScriptedEngine, redis_server: RedisServer) -> Iterator[RunningService]:
-    with RunningService(engine.url, redis_server.url, engine_api="token") as service:
-        yield service
 
 
 def read_by(engine: ScriptedEngine) -> list[str]:
@@ -44,10 +31,10 @@ def read_by(engine: ScriptedEngine) -> list[str]:
 
 @pytest.mark.parametrize("dialect", ASKED)
 def test_a_text_that_cannot_fit_is_refused_and_no_engine_tokenises_it(
-    engine: ScriptedEngine, service: RunningService, dialect: str
+    engine: ScriptedEngine, token_service: RunningService, dialect: str
 ) -> None:
     engine.reset()
-    session = service.session()
+    session = token_service.session()
     path, body = ASKED[dialect]
     answer = session.post(path, body)
     assert answer.status_code == 400, answer.text
@@ -57,19 +44,19 @@ def test_a_text_that_cannot_fit_is_refused_and_no_engine_tokenises_it(
     assert read_by(engine) == [] and session.calls == []
 
 
-def test_texts_of_several_messages_count_together(engine: ScriptedEngine, service: RunningService) -> None:
+def test_texts_of_several_messages_count_together(engine: ScriptedEngine, token_service: RunningService) -> None:
     engine.reset()
-    session = service.session()
+    session = token_service.session()
     half = {"role": "user", "content": [{"type": "text", "text": TOO_MUCH[: len(TOO_MUCH) * 2 // 3]}]}
     body = {"model": "policy", "messages": [half, half]}
     answer = session.post("/v1/chat/completions", body)
     assert answer.status_code == 400 and read_by(engine) == []
 
 
-def test_what_no_prompt_need_show_is_left_to_the_engine(engine: ScriptedEngine, service: RunningService) -> None:
+def test_what_no_prompt_need_show_is_left_to_the_engine(engine: ScriptedEngine, token_service: RunningService) -> None:
     """Templates trim blanks, drop earlier thinking and know no other fields."""
     engine.reset()
-    session = service.session()
+    session = token_service.session()
     said = {"role": "assistant", "content": "a", "reasoning_content": TOO_MUCH}
     messages = [
         {"role": "user", "content": "q", "note": TOO_MUCH},
