@@ -33,6 +33,7 @@ from tests.support.service.redis_server import (
     ask,
     free_port,
     info,
+    moving_slot,
     running_cluster,
     running_redis,
     running_sentinel,
@@ -98,11 +99,6 @@ def slot_of(session_id: str) -> int:
     return key_slot(keys.state(session_id).encode())
 
 
-def node_id(server: RedisServer) -> bytes:
-    found: bytes = ask(server, "CLUSTER", "MYID")
-    return found
-
-
 async def test_sessions_are_spread_over_all_servers_and_found_again(cluster: RedisCluster, stored: Store) -> None:
     ids = [f"s{number}" for number in range(60)]
     for number, session_id in enumerate(ids):
@@ -162,24 +158,6 @@ async def test_a_node_that_is_down_at_the_start_is_passed_over(cluster: RedisClu
         await store.sessions.ping()
 
 
-@contextmanager
-def moving(cluster: RedisCluster, session_id: str) -> Iterator[Callable[[int], None]]:
-    """The session's slot is on its way to another server; the call inside moves so many of its keys. Arrived at the end."""
-    slot, source = slot_of(session_id), holder(cluster, session_id)
-    target = next(server for server in cluster.primaries if server is not source)
-    ask(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", node_id(source))
-    ask(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", node_id(target))
-
-    def move(count: int) -> None:
-        for key in sorted(ask(source, "CLUSTER", "GETKEYSINSLOT", slot, count)):
-            ask(source, "MIGRATE", "127.0.0.1", target.port, key, 0, 5000)
-
-    yield move
-    move(100)
-    for server in (target, source, *cluster.primaries):
-        ask(server, "CLUSTER", "SETSLOT", slot, "NODE", node_id(target))
-
-
 async def test_records_are_read_and_calls_wait_while_the_slot_of_their_session_moves(
     cluster: RedisCluster, stored: Store, impatient: None
 ) -> None:
@@ -189,7 +167,7 @@ async def test_records_are_read_and_calls_wait_while_the_slot_of_their_session_m
     assert await one_call(stored, "s") == 1
     calls = 1
     for _ in range(3):
-        with moving(cluster, "s") as move:
+        with moving_slot(cluster, slot_of("s")) as move:
             move(1)
             with pytest.raises(StoreUnavailable, match="TRYAGAIN"):
                 await stored.sessions.begin("s", calls, intent("between"))
@@ -207,7 +185,7 @@ async def test_a_commit_outlasts_the_move_of_its_slot(cluster: RedisCluster, imp
     async with opened(cluster.url, patience_seconds=60.0) as store:
         await store.sessions.create(SessionInfo("s", b"hash", 1.0))
         await store.sessions.begin("s", 0, intent("c0"))
-        with moving(cluster, "s") as move:
+        with moving_slot(cluster, slot_of("s")) as move:
             move(1)
             refused = told_to_try_again(cluster)
             commit = asyncio.create_task(store.sessions.commit("s", "c0", {"c0": b"zero"}))

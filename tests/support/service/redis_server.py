@@ -148,6 +148,26 @@ def running_cluster(primaries: int = 3, *, replicated: bool = False, node_timeou
         yield cluster
 
 
+@contextmanager
+def moving_slot(cluster: RedisCluster, slot: int) -> Iterator[Callable[[int], int]]:
+    """The slot is on its way to another server; the call inside moves so many of its keys, and says how many are left. Arrived at the
+    end."""
+    source = next(server for server in cluster.primaries if ask(server, "CLUSTER", "COUNTKEYSINSLOT", slot))
+    target = next(server for server in cluster.primaries if server is not source)
+    ask(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", ask(source, "CLUSTER", "MYID"))
+    ask(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", ask(target, "CLUSTER", "MYID"))
+
+    def move(count: int) -> int:
+        for key in sorted(ask(source, "CLUSTER", "GETKEYSINSLOT", slot, 1000))[:count]:
+            ask(source, "MIGRATE", "127.0.0.1", target.port, key, 0, 5000)
+        return int(ask(source, "CLUSTER", "COUNTKEYSINSLOT", slot))
+
+    yield move
+    move(1000)
+    for server in (target, source, *cluster.primaries):
+        ask(server, "CLUSTER", "SETSLOT", slot, "NODE", ask(target, "CLUSTER", "MYID"))
+
+
 def _assign_slots(servers: list[RedisServer]) -> None:
     bounds = [16384 * number // len(servers) for number in range(len(servers) + 1)]
     for server, (first, end) in zip(servers, pairwise(bounds), strict=True):
