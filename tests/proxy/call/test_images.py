@@ -91,43 +91,17 @@ def placed(call: dict[str, Any]) -> list[tuple[str, list[int]]]:
 def requests_of(data: bytes, kind: str = "image/png") -> dict[str, tuple[str, dict[str, Any]]]:
     """The same image in each dialect's form."""
     text = base64.b64encode(data).decode()
+    shown = {"type": "input_image", "image_url": url_of(data, kind), "detail": "high"}
+    block = {"type": "image", "source": {"type": "base64", "media_type": kind, "data": text}}
+    part = {"inlineData": {"mimeType": kind, "data": text}}
+    items = [{"role": "user", "content": [shown, {"type": "input_text", "text": "see"}]}]
+    blocks = [{"role": "user", "content": [block, {"type": "text", "text": "see"}]}]
+    contents = [{"role": "user", "parts": [part, {"text": "see"}]}]
     return {
         "chat": ("/v1/chat/completions", {"model": "policy", "messages": [user(image(data, kind), "see")]}),
-        "responses": (
-            "/v1/responses",
-            {
-                "model": "policy",
-                "input": [
-                    {
-                        "role": "user",
-                        "content": [
-                            {"type": "input_image", "image_url": url_of(data, kind), "detail": "high"},
-                            {"type": "input_text", "text": "see"},
-                        ],
-                    }
-                ],
-            },
-        ),
-        "messages": (
-            "/v1/messages",
-            {
-                "model": "policy",
-                "max_tokens": 9,
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [
-                            {"type": "image", "source": {"type": "base64", "media_type": kind, "data": text}},
-                            {"type": "text", "text": "see"},
-                        ],
-                    }
-                ],
-            },
-        ),
-        "gemini": (
-            "/v1beta/models/policy:generateContent",
-            {"contents": [{"role": "user", "parts": [{"inlineData": {"mimeType": kind, "data": text}}, {"text": "see"}]}]},
-        ),
+        "responses": ("/v1/responses", {"model": "policy", "input": items}),
+        "messages": ("/v1/messages", {"model": "policy", "max_tokens": 9, "messages": blocks}),
+        "gemini": ("/v1beta/models/policy:generateContent", {"contents": contents}),
     }
 
 
@@ -237,65 +211,35 @@ def test_a_thought_in_the_content_of_a_reply_about_images_branches_or_is_retaine
 def results_of(data: bytes, call_id: str) -> dict[str, tuple[str, dict[str, Any]]]:
     """A conversation whose tool result is an image, in each dialect's form."""
     text, schema = base64.b64encode(data).decode(), {"type": "object", "properties": {}}
-    source = {"type": "base64", "media_type": "image/png", "data": text}
-    call = {"type": "function_call", "call_id": call_id, "name": "look", "arguments": "{}"}
+    asked: dict[str, Any] = {"role": "user", "content": "q"}
+    output = [{"type": "input_image", "image_url": url_of(data)}]
+    items = [
+        {"type": "function_call", "call_id": call_id, "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": call_id, "output": output},
+    ]
+    use = {"type": "tool_use", "id": call_id, "name": "look", "input": {}}
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": text}}
+    result = {"type": "tool_result", "tool_use_id": call_id, "content": [block]}
+    blocks = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    part = {"inlineData": {"mimeType": "image/png", "data": text}}
+    response = {"functionResponse": {"name": "look", "response": {}, "parts": [part]}}
+    contents = [
+        {"role": "user", "parts": [{"text": "q"}]},
+        {"role": "model", "parts": [{"functionCall": {"name": "look", "args": {}}}]},
+        {"role": "user", "parts": [response]},
+    ]
+    tools = {
+        "responses": [{"type": "function", "name": "look", "parameters": schema}],
+        "messages": [{"name": "look", "input_schema": schema}],
+        "gemini": [{"functionDeclarations": [{"name": "look"}]}],
+    }
     return {
-        "responses": (
-            "/v1/responses",
-            {
-                "model": "policy",
-                "input": [
-                    {"role": "user", "content": "q"},
-                    call,
-                    {
-                        "type": "function_call_output",
-                        "call_id": call_id,
-                        "output": [{"type": "input_image", "image_url": url_of(data)}],
-                    },
-                ],
-                "tools": [{"type": "function", "name": "look", "parameters": schema}],
-            },
-        ),
+        "responses": ("/v1/responses", {"model": "policy", "input": [asked, *items], "tools": tools["responses"]}),
         "messages": (
             "/v1/messages",
-            {
-                "model": "policy",
-                "max_tokens": 9,
-                "messages": [
-                    {"role": "user", "content": "q"},
-                    {"role": "assistant", "content": [{"type": "tool_use", "id": call_id, "name": "look", "input": {}}]},
-                    {
-                        "role": "user",
-                        "content": [
-                            {"type": "tool_result", "tool_use_id": call_id, "content": [{"type": "image", "source": source}]}
-                        ],
-                    },
-                ],
-                "tools": [{"name": "look", "input_schema": schema}],
-            },
+            {"model": "policy", "max_tokens": 9, "messages": [asked, *blocks], "tools": tools["messages"]},
         ),
-        "gemini": (
-            "/v1beta/models/policy:generateContent",
-            {
-                "contents": [
-                    {"role": "user", "parts": [{"text": "q"}]},
-                    {"role": "model", "parts": [{"functionCall": {"name": "look", "args": {}}}]},
-                    {
-                        "role": "user",
-                        "parts": [
-                            {
-                                "functionResponse": {
-                                    "name": "look",
-                                    "response": {},
-                                    "parts": [{"inlineData": {"mimeType": "image/png", "data": text}}],
-                                }
-                            }
-                        ],
-                    },
-                ],
-                "tools": [{"functionDeclarations": [{"name": "look"}]}],
-            },
-        ),
+        "gemini": ("/v1beta/models/policy:generateContent", {"contents": contents, "tools": tools["gemini"]}),
     }
 
 
