@@ -31,47 +31,24 @@ SAMPLED = {"token": "/inference/v1/generate", "chat": PATH}
 BODY: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "q"}]}
 
 IMAGE = picture()
-TURNS: dict[str, dict[str, Any]] = {
-    PATH: {
-        "model": "policy",
-        "messages": [
-            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url_of(IMAGE)}}]},
-            {"role": "assistant", "content": "a"},
-            {"role": "user", "content": "q"},
-        ],
-    },
-    "/v1/responses": {
-        "model": "policy",
-        "input": [
-            {"role": "user", "content": [{"type": "input_image", "image_url": url_of(IMAGE)}]},
-            {"role": "assistant", "content": "a"},
-            {"role": "user", "content": "q"},
-        ],
-    },
-    "/v1/messages": {
-        "model": "policy",
-        "max_tokens": 99,
-        "messages": [
-            {
-                "role": "user",
-                "content": [
-                    {
-                        "type": "image",
-                        "source": {"type": "base64", "media_type": "image/png", "data": base64.b64encode(IMAGE).decode()},
-                    }
-                ],
-            },
-            {"role": "assistant", "content": "a"},
-            {"role": "user", "content": "q"},
-        ],
-    },
-    "/v1beta/models/policy:generateContent": {
-        "contents": [
-            {"role": "user", "parts": [{"inlineData": {"mimeType": "image/png", "data": base64.b64encode(IMAGE).decode()}}]},
-            {"role": "model", "parts": [{"text": "a"}]},
-            {"role": "user", "parts": [{"text": "q"}]},
-        ]
-    },
+_TEXT = base64.b64encode(IMAGE).decode()
+_MORE: list[Any] = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "q"}]
+_SHOWN: dict[str, Any] = {
+    "chat": {"type": "image_url", "image_url": {"url": url_of(IMAGE)}},
+    "responses": {"type": "input_image", "image_url": url_of(IMAGE)},
+    "messages": {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": _TEXT}},
+}
+_HISTORIES = {dialect: [{"role": "user", "content": [part]}, *_MORE] for dialect, part in _SHOWN.items()}
+_CONTENTS = [
+    {"role": "user", "parts": [{"inlineData": {"mimeType": "image/png", "data": _TEXT}}]},
+    {"role": "model", "parts": [{"text": "a"}]},
+    {"role": "user", "parts": [{"text": "q"}]},
+]
+TURNS: dict[str, Any] = {
+    PATH: {"model": "policy", "messages": _HISTORIES["chat"]},
+    "/v1/responses": {"model": "policy", "input": _HISTORIES["responses"]},
+    "/v1/messages": {"model": "policy", "max_tokens": 99, "messages": _HISTORIES["messages"]},
+    "/v1beta/models/policy:generateContent": {"contents": _CONTENTS},
 }
 """In each dialect, an image, a turn of the assistant and a question."""
 
