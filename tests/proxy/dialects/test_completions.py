@@ -113,7 +113,9 @@ def test_an_array_with_what_is_no_prompt_or_of_too_many_is_refused(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_harness_gets_the_text_and_the_store_the_ids(engine: ScriptedEngine, service: RunningService, stream: bool) -> None:
+def test_a_completion_gives_the_harness_its_text_and_the_store_its_ids(
+    engine: ScriptedEngine, service: RunningService, stream: bool
+) -> None:
     engine.say("hello world")
     engine.cached_tokens = 2
     session = service.session()
