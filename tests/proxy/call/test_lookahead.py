@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
-import threading
-import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
+from dataclasses import replace
 from statistics import mean
 from typing import Any
 
@@ -21,6 +18,7 @@ from tests.proxy.call.test_replay import Walk, call_tools, expected_logprobs, fo
 from tests.support.engine.scripted_engine import Fail, Generation, Hang, Reply, Say, ScriptedEngine, logprobs_of
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session, hanging_up, streamed_text, wait_until
+from tests.support.service.scripted_service import ScriptedService, json_answer
 from tests.support.sessions.conversations import TOOLS, tool_result, turn
 
 THREE: dict[str, Any] = {"n": 3, "choose": "logprob"}
@@ -29,46 +27,16 @@ THREE: dict[str, Any] = {"n": 3, "choose": "logprob"}
 SETTINGS = {"frozen_models": ["judge"]}
 
 
-class Chooser:
-    """An endpoint that chooses: `choices` are its next answers, a number or a whole body, each after `seconds`; `asked` is what it was
-    given."""
-
-    def __init__(self) -> None:
-        asked: list[dict[str, Any]] = []
-        choices: list[Any] = []
-        chooser = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-                time.sleep(chooser.seconds)
-                choice = choices.pop(0)
-                body = json.dumps({"choice": choice} if isinstance(choice, int) else choice).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.asked, self.choices, self.seconds = asked, choices, 0.0
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}/choose"
-        self._thread = threading.Thread(target=self._server.serve_forever)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
 @pytest.fixture
-def chooser() -> Iterator[Chooser]:
-    chooser = Chooser()
-    yield chooser
-    chooser.close()
+def chooser(scripted_server: ScriptedService) -> ScriptedService:
+    """An endpoint that chooses."""
+    return scripted_server.reset()
+
+
+def choose(chooser: ScriptedService, *choices: Any, seconds: float = 0.0) -> None:
+    """Its next answers, each a number or a whole body, after so long."""
+    bodies = [{"choice": choice} if isinstance(choice, int) else choice for choice in choices]
+    chooser.script("POST /", *(replace(json_answer(body), delay_seconds=seconds) for body in bodies))
 
 
 def candidates_of(engine: ScriptedEngine, number: int = -1) -> list[list[int]]:
@@ -117,15 +85,15 @@ def test_the_harness_sees_the_most_probable_of_the_candidates_and_all_are_record
 
 
 def test_a_streamed_reply_is_the_chosen_one_and_nothing_of_the_others(
-    engine: ScriptedEngine, token_service: RunningService, chooser: Chooser
+    engine: ScriptedEngine, token_service: RunningService, chooser: ScriptedService
 ) -> None:
     engine.say("first", "second", "third")
-    chooser.choices.append(2)
+    choose(chooser, 2)
     session = token_service.session(lookahead={"n": 3, "choose": "http", "url": chooser.url})
     text, chunks = streamed_text(session.ask("q", stream=True))
     assert text == "third"
     assert {choice.index for chunk in chunks for choice in chunk.choices} == {0}
-    (asked,) = chooser.asked
+    (asked,) = [request.body for request in chooser.received]
     assert [each["message"]["content"] for each in asked["candidates"]] == ["first", "second", "third"]
     assert asked["messages"] == [turn("user", "q")]
     assert [each["logprobs"] for each in asked["candidates"]] == [
@@ -134,10 +102,10 @@ def test_a_streamed_reply_is_the_chosen_one_and_nothing_of_the_others(
 
 
 def test_an_endpoint_may_explain_its_choice_at_length(
-    engine: ScriptedEngine, token_service: RunningService, chooser: Chooser
+    engine: ScriptedEngine, token_service: RunningService, chooser: ScriptedService
 ) -> None:
     """An answer that came in several pieces was read as far as the first."""
-    chooser.choices.append({"choice": 1, "why": "because " * 100_000})
+    choose(chooser, {"choice": 1, "why": "because " * 100_000})
     session = token_service.session(lookahead={"n": 2, "choose": "http", "url": chooser.url})
     session.ask("q", max_tokens=4)
     chosen = next(call for call in session.calls if call["lookahead"] == "chosen")
@@ -145,11 +113,11 @@ def test_an_endpoint_may_explain_its_choice_at_length(
 
 
 def test_what_follows_goes_on_from_the_chosen_one_also_where_another_said_the_same(
-    engine: ScriptedEngine, token_service: RunningService, chooser: Chooser
+    engine: ScriptedEngine, token_service: RunningService, chooser: ScriptedService
 ) -> None:
     """The replies carry no ids: the history alone finds the parent, and a candidate that nobody saw is none."""
     engine.say("the same", "the same", "the same")
-    chooser.choices += [1, 0]
+    choose(chooser, 1, 0)
     session = token_service.session(lookahead={"n": 3, "choose": "http", "url": chooser.url})
     said = session.answer("q")
     session.ask([turn("user", "q"), said, turn("user", "and then?")])
@@ -161,10 +129,10 @@ def test_what_follows_goes_on_from_the_chosen_one_also_where_another_said_the_sa
 
 @pytest.mark.parametrize("others", ["the same", "the same and then"])
 def test_a_text_goes_on_from_the_chosen_candidate_also_where_another_said_the_same_or_more(
-    engine: ScriptedEngine, token_service: RunningService, chooser: Chooser, others: str
+    engine: ScriptedEngine, token_service: RunningService, chooser: ScriptedService, others: str
 ) -> None:
     engine.say("the same", others, others)
-    chooser.choices += [0, 0]
+    choose(chooser, 0, 0)
     session = token_service.session(lookahead={"n": 3, "choose": "http", "url": chooser.url})
     said = session.client.completions.create(model="policy", prompt="q", max_tokens=9).choices[0].text
     session.client.completions.create(model="policy", prompt=f"q{said} and then?", max_tokens=9)
@@ -173,10 +141,10 @@ def test_a_text_goes_on_from_the_chosen_candidate_also_where_another_said_the_sa
 
 
 def test_ids_go_on_from_the_chosen_candidate_in_one_row(
-    engine: ScriptedEngine, token_service: RunningService, chooser: Chooser
+    engine: ScriptedEngine, token_service: RunningService, chooser: ScriptedService
 ) -> None:
     engine.say("the same", "the same", "the same")
-    chooser.choices += [0, 0]
+    choose(chooser, 0, 0)
     session = token_service.session(lookahead={"n": 3, "choose": "http", "url": chooser.url})
     session.client.completions.create(model="policy", prompt="q", max_tokens=9)
     said = session.calls[0]["prompt_ids"] + session.calls[0]["completion_ids"]
@@ -240,10 +208,10 @@ def test_a_judge_whose_engine_has_gone_is_asked_at_another(redis_url: str) -> No
 
 @pytest.mark.parametrize("answer", [7, {"choice": "first"}, {"best": 0}, []])
 def test_a_chooser_that_fails_fails_the_call_and_the_candidates_are_accounted_for(
-    engine: ScriptedEngine, token_service: RunningService, chooser: Chooser, answer: Any
+    engine: ScriptedEngine, token_service: RunningService, chooser: ScriptedService, answer: Any
 ) -> None:
     """Another candidate would be another policy than the one asked for. The harness asks again."""
-    chooser.choices += [answer, 1]
+    choose(chooser, answer, 1)
     session = token_service.session(lookahead={"n": 2, "choose": "http", "url": chooser.url}, max_retries=1)
     said = session.answer("q", stream=False)
     calls = session.calls
@@ -281,18 +249,17 @@ def test_a_failed_choice_has_a_code_of_its_own(engine: ScriptedEngine, token_ser
 
 
 def test_an_endpoint_may_take_as_long_as_the_session_says(
-    engine: ScriptedEngine, token_service: RunningService, chooser: Chooser, monkeypatch: pytest.MonkeyPatch
+    engine: ScriptedEngine, token_service: RunningService, chooser: ScriptedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The HTTP client gave up after five minutes of its own, whatever was asked for."""
     monkeypatch.setattr("aiohttp.client.DEFAULT_TIMEOUT", aiohttp.ClientTimeout(total=0.1))
     engine.say("first", "second")
-    chooser.choices.append(1)
-    chooser.seconds = 0.5
+    choose(chooser, 1, seconds=0.5)
     session = token_service.session(lookahead={"n": 2, "choose": "http", "url": chooser.url, "timeout_seconds": 3600})
     assert session.answer("q")["content"] == "second"
 
 
-def test_a_chooser_is_asked_only_where_the_operator_allows_it(redis_server: RedisServer, chooser: Chooser) -> None:
+def test_a_chooser_is_asked_only_where_the_operator_allows_it(redis_server: RedisServer, chooser: ScriptedService) -> None:
     with (
         ScriptedEngine("qwen3") as engine,
         RunningService(engine.url, redis_server.url, engine_api="token", outbound_allow=["public"]) as service,
@@ -300,7 +267,7 @@ def test_a_chooser_is_asked_only_where_the_operator_allows_it(redis_server: Redi
         session = service.session(lookahead={"n": 2, "choose": "http", "url": chooser.url})
         with pytest.raises(InternalServerError, match=r"127\.0\.0\.1 is no address that this service may call"):
             session.ask("q")
-    assert chooser.asked == []
+    assert chooser.received == []
 
 
 def test_an_engine_that_refuses_a_lookahead_leaves_nothing(engine: ScriptedEngine, service: RunningService) -> None:

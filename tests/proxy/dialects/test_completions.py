@@ -15,7 +15,7 @@ import pytest
 from openai.types import Completion
 
 from proxy.dialects.completions import legacy_logprobs
-from tests.support.engine.scripted_engine import Say, ScriptedEngine, logprobs_of
+from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine, logprobs_of
 from tests.support.engine.scripted_fixtures import Running
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session, hanging_up, wait_until
@@ -179,6 +179,16 @@ def test_the_stop_string_and_what_may_become_it_leave_the_text_but_not_the_ids(
     (call,) = session.calls
     assert call["completion_ids"] == engine.family.encode("hello world in")
     assert (call["stop_reason"], call["reply"]["content"]) == ("rld in", "hello wo")
+
+
+@pytest.mark.parametrize("prompt", ["the cat", [40, 41]])
+def test_a_completion_may_fill_the_window_and_no_more(engine: ScriptedEngine, service: RunningService, prompt: Any) -> None:
+    session = service.session()
+    engine.say(Say(token_ids=[40] * 600))
+    reply = complete(session, prompt, max_tokens=600)
+    room = 512 - reply.usage.prompt_tokens
+    assert reply.usage.completion_tokens == room
+    assert session.calls[-1]["sampling"]["max_tokens"] == room
 
 
 def test_what_the_harness_asks_of_the_sampling_reaches_the_engine(engine: ScriptedEngine, service: RunningService) -> None:
@@ -464,6 +474,15 @@ def test_an_id_the_model_does_not_have_is_refused(engine: ScriptedEngine, token_
     assert session.calls == []
 
 
+def test_an_engine_that_fails_is_said_to(engine: ScriptedEngine, service: RunningService) -> None:
+    session = service.session()
+    engine.say(Fail(500))
+    with pytest.raises(openai.InternalServerError) as raised:
+        complete(session, "the cat")
+    assert raised.value.status_code == 502
+    assert session.calls == []
+
+
 def test_an_engine_without_completions_is_said_to_take_none(redis_server: RedisServer) -> None:
     with (
         ScriptedEngine("qwen3", plain=True) as plain,
@@ -488,6 +507,21 @@ def test_a_stream_that_the_engine_breaks_off_is_recorded_and_ends_in_an_error(
     (call,) = session.calls
     assert call["completion_ids"] == engine.family.encode("hello")
     assert (call["status"], call["finish_reason"]) == ("failed", "abort")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_harness_that_goes_away_leaves_what_was_sampled(
+    engine: ScriptedEngine, service: RunningService, stream: bool
+) -> None:
+    engine.say(Say("hello world", gate=threading.Event(), gate_after=1))
+    session = service.session()
+    body = {"model": "policy", "prompt": "the cat", "stream": stream}
+    with hanging_up(f"{session.base_url}/completions", body, session.api_key):
+        engine.wait_for(lambda: bool(engine.generations) and engine.last.sampled.get(0) == engine.family.encode("hello"))
+    wait_until(lambda: bool(session.calls) and session.calls[0]["status"] == "aborted", 120, "the cut call is recorded")
+    (call,) = session.calls
+    assert (call["completion_ids"], call["finish_reason"]) == (engine.family.encode("hello"), "abort")
+    assert engine.last.aborted, "asked to end, not hung up on: it told what it had sampled"
 
 
 def test_a_reply_cut_in_mid_stream_is_gone_on_from(engine: ScriptedEngine, token_service: RunningService) -> None:
