@@ -160,11 +160,11 @@ def test_open_mode_needs_no_token_and_says_so(data: Path) -> None:
         assert foreign.status_code == 403
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
-def test_open_mode_is_refused_where_other_machines_could_reach_it(data: Path, host: str) -> None:
-    cases: tuple[tuple[list[str], dict[str, Any]], ...] = ((["--open"], {}), ([], {"VERBATIM_OPEN": "true"}))
-    for flags, variables in cases:
-        ended = verbatim("serve", *NOWHERE, *flags, "--host", host, "--port", "0", "--data-dir", str(data), **variables)
-        assert ended.returncode == 2
-        assert "--open" in ended.stderr and host in ended.stderr and "without a token" in ended.stderr
-        assert not data.exists()
+@pytest.mark.parametrize(("flags", "variables"), [(["--open"], {}), ([], {"VERBATIM_OPEN": "true"})])
+def test_open_mode_is_refused_where_other_machines_could_reach_it(
+    data: Path, flags: list[str], variables: dict[str, Any]
+) -> None:
+    ended = verbatim("serve", *NOWHERE, *flags, "--host", "0.0.0.0", "--port", "0", "--data-dir", str(data), **variables)
+    assert ended.returncode == 2
+    assert "--open" in ended.stderr and "0.0.0.0" in ended.stderr and "without a token" in ended.stderr
+    assert not data.exists()
