@@ -9,16 +9,11 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from tests import ROOT
 from tests.mutants.fault import Fault, NotPlaced, read_faults, sources
@@ -55,29 +50,35 @@ class Verdict:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse_arguments(arguments)
-    console = Console()
     faults = [fault for fault in read_faults() if _mentions(fault, options.only)]
-    if not faults:
-        console.print(f"no fault mentions all of: {', '.join(options.only)}")
-        return 1
-    lost = _find_misplaced(faults)
+    texts = sources(ROOT)
+    lost = {fault: why for fault in faults if (why := _find_misplaced(fault, texts))}
     for fault, why in lost.items():
-        console.print(f"[red]cannot be planted:[/] {escape(fault.harm)}\n    {escape(why)}", highlight=False)
-    if options.list:
-        return _show(faults, lost, console)
+        say(f"cannot be planted: {fault.harm}\n    {why}")
     faults = [fault for fault in faults if fault not in lost]
+    if options.list or not faults:
+        for fault in faults:
+            say(f"{fault.harm}\n    {fault.place(texts)}: {fault.tests}")
+        say(f"{len(faults)} faults")
+        return 1 if lost or not faults else 0
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _interrupt)
     try:
         with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
-            verdicts = Workshops(Path(folder).resolve(), options.jobs, console).try_out(faults)
+            verdicts = try_out(Path(folder).resolve(), options.jobs, faults, output=options.output)
     except KeyboardInterrupt:
-        console.print("stopped; nothing is left behind")
+        say("stopped; nothing is left behind")
         return 130
     except (OSError, RuntimeError) as error:
-        console.print(f"[red]{escape(str(error))}[/]", highlight=False)
+        say(str(error))
         return 1
-    return _report(verdicts, lost, console, output=options.output)
+    missed = sum(bool(verdict.why) for verdict in verdicts)
+    say(f"{len(verdicts) - missed} of {len(verdicts) + len(lost)} faults were caught")
+    return 1 if missed or lost else 0
+
+
+def say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201
 
 
 def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -86,22 +87,10 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="only faults that mention all of these words")
     parser.add_argument("--list", action="store_true", help="list the faults, and run nothing")
-    parser.add_argument(
-        "--jobs",
-        type=_positive,
-        default=os.cpu_count() or 1,
-        metavar="N",
-        help="how many copies to work in at a time",
-    )
+    cores = os.cpu_count() or 1
+    parser.add_argument("--jobs", type=int, choices=range(1, 65), default=cores, metavar="N", help="how many copies to work in")
     parser.add_argument("--output", action="store_true", help="show the output of pytest, also for faults that were caught")
     return parser.parse_args(arguments)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
-    return number
 
 
 def _mentions(fault: Fault, words: Iterable[str]) -> bool:
@@ -109,119 +98,80 @@ def _mentions(fault: Fault, words: Iterable[str]) -> bool:
     return all(word.lower() in said for word in words)
 
 
-def _find_misplaced(faults: Iterable[Fault]) -> dict[Fault, str]:
-    """Faults that no longer apply to the tree, and why."""
-    texts, lost = sources(ROOT), {}
-    for fault in faults:
+def _find_misplaced(fault: Fault, texts: dict[Path, str]) -> str:
+    """Why it no longer applies to the tree; "" if it does."""
+    try:
+        fault.place(texts)
+    except NotPlaced as error:
+        return str(error)
+    gone = [path for path in fault.paths if not (ROOT / path).exists()]
+    return f"there is no {', '.join(gone)}" if gone else ""
+
+
+def try_out(folder: Path, number: int, faults: Sequence[Fault], *, output: bool) -> list[Verdict]:
+    """A verdict per fault, each said as it comes, from so many copies of the tree, of which each does one task at a time. Raises
+    KeyboardInterrupt, and RuntimeError unless the copies are what is imported."""
+    files = sorted({path for fault in faults for path in fault.paths})
+    free: queue.SimpleQueue[Workshop] = queue.SimpleQueue()
+    with ExitStack() as stack:
+        workshops = [stack.enter_context(Workshop(folder / str(each), files)) for each in range(number)]
+        for workshop in workshops:
+            free.put(workshop)
+        threads = stack.enter_context(ThreadPoolExecutor(number))
         try:
-            fault.place(texts)
-        except NotPlaced as error:
-            lost[fault] = str(error)
-        if gone := [path for path in fault.paths if not (ROOT / path).exists()]:
-            lost[fault] = f"there is no {', '.join(gone)}"
-    return lost
+            broken = _run_without_faults(faults, files, threads, free)
+            asked = [threads.submit(_judge, fault, broken, free) for fault in faults]
+            verdicts = []
+            for done in as_completed(asked):
+                verdicts.append(done.result())
+                _report(verdicts[-1], output=output)
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            for workshop in workshops:
+                workshop.stop()
+            raise
+    return verdicts
 
 
-def _show(faults: Sequence[Fault], lost: dict[Fault, str], console: Console) -> int:
-    texts = sources(ROOT)
-    table = Table("what it would do", "where", "tests", show_lines=True)
-    for fault in faults:
-        table.add_row(escape(fault.harm), "nowhere" if fault in lost else str(fault.place(texts)), escape(fault.tests))
-    console.print(table)
-    console.print(f"{len(faults)} faults")
-    return 1 if lost else 0
-
-
-class Workshops:
-    """Several copies of the tree, each of which does one task at a time."""
-
-    def __init__(self, folder: Path, number: int, console: Console) -> None:
-        self._free: queue.SimpleQueue[Workshop] = queue.SimpleQueue()
-        self._all: list[Workshop] = []
-        self._console = console
-        self._folder = folder
-        self._number = number
-
-    def try_out(self, faults: Sequence[Fault]) -> list[Verdict]:
-        """A verdict per fault. Raises KeyboardInterrupt, and RuntimeError unless the copies are what is imported."""
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with ExitStack() as stack:
-            self._open(faults, stack)
-            threads = stack.enter_context(ThreadPoolExecutor(self._number))
-            progress = stack.enter_context(Progress(*columns, console=self._console))
-            try:
-                broken = self._run_without_faults(faults, threads, progress)
-                return self._judge_all(faults, broken, threads, progress)
-            except BaseException:
-                threads.shutdown(wait=False, cancel_futures=True)
-                for workshop in self._all:
-                    workshop.stop()
-                raise
-
-    def _open(self, faults: Sequence[Fault], stack: ExitStack) -> None:
-        files = sorted({path for fault in faults for path in fault.paths})
-        with self._console.status("copying the tree"):
-            for number in range(self._number):
-                workshop = stack.enter_context(Workshop(self._folder / str(number), files))
-                self._all.append(workshop)
-                self._free.put(workshop)
-
-    def _run_without_faults(self, faults: Sequence[Fault], threads: ThreadPoolExecutor, progress: Progress) -> set[str]:
-        """The test files that fail without a fault. Raises RuntimeError when they cannot be run."""
-        # All tests of one file run in one workshop.
-        files = sorted({path for fault in faults for path in fault.paths})
-        shares = [share for share in (files[start :: self._number] for start in range(self._number)) if share]
-        bar = progress.add_task("without a fault", total=len(shares))
-        broken: set[str] = set()
-        for done in as_completed([threads.submit(self._test, select_tests(faults, share)) for share in shares]):
-            run = done.result()
-            if not run.whole:
-                raise RuntimeError(f"without a fault pytest ended with exit code {run.code}:\n{_tail(run)}")
-            if run.failed:
-                progress.console.print(f"[red]fails without a fault:[/]\n{escape(_tail(run))}", highlight=False)
-            broken |= {test.partition("::")[0] for test in run.failed}
-            progress.advance(bar)
-        return broken
-
-    def _test(self, arguments: Sequence[str]) -> Run:
-        workshop = self._free.get()
-        try:
-            return workshop.test(arguments, limited=False)
-        finally:
-            self._free.put(workshop)
-
-    def _judge_all(
-        self, faults: Sequence[Fault], broken: set[str], threads: ThreadPoolExecutor, progress: Progress
-    ) -> list[Verdict]:
-        bar = progress.add_task("faults", total=len(faults))
-        asked: dict[Future[Verdict], Fault] = {}
-        found: dict[Fault, Verdict] = {}
-        for fault in faults:
-            if not broken.intersection(fault.paths):
-                asked[threads.submit(self._judge, fault)] = fault
-            else:
-                found[fault] = Verdict(fault, None, "its tests fail without it")
-                progress.advance(bar)
-        for done in as_completed(asked):
-            found[asked[done]] = verdict = done.result()
-            if verdict.why:
-                progress.console.print(f"[red]NOT caught[/] ({verdict.why}): {escape(verdict.fault.harm)}", highlight=False)
-            elif not progress.console.is_terminal:
-                progress.console.print(f"caught: {escape(verdict.fault.harm)}", highlight=False)
-            progress.advance(bar)
-        return [found[fault] for fault in faults]
-
-    def _judge(self, fault: Fault) -> Verdict:
-        workshop = self._free.get()
-        try:
-            with workshop.planted(fault):
-                run = workshop.test(["-x", *fault.arguments], limited=True)
-        finally:
-            self._free.put(workshop)
-        why = "the tests pass" if not run.failed else ""
+def _run_without_faults(
+    faults: Sequence[Fault], files: Sequence[str], threads: ThreadPoolExecutor, free: queue.SimpleQueue[Workshop]
+) -> set[str]:
+    """The test files that fail without a fault. Raises RuntimeError when they cannot be run."""
+    number = free.qsize()
+    # All tests of one file run in one workshop.
+    shares = [share for share in (files[start::number] for start in range(number)) if share]
+    broken: set[str] = set()
+    for done in as_completed([threads.submit(_test, select_tests(faults, share), free) for share in shares]):
+        run = done.result()
         if not run.whole:
-            why = "the tests did not end and were killed" if run.code < 0 else f"pytest ended with exit code {run.code}"
-        return Verdict(fault, run, why)
+            raise RuntimeError(f"without a fault pytest ended with exit code {run.code}:\n{_tail(run)}")
+        if run.failed:
+            say(f"fails without a fault:\n{_tail(run)}")
+        broken |= {test.partition("::")[0] for test in run.failed}
+    return broken
+
+
+def _test(arguments: Sequence[str], free: queue.SimpleQueue[Workshop]) -> Run:
+    workshop = free.get()
+    try:
+        return workshop.test(arguments, limited=False)
+    finally:
+        free.put(workshop)
+
+
+def _judge(fault: Fault, broken: set[str], free: queue.SimpleQueue[Workshop]) -> Verdict:
+    if broken.intersection(fault.paths):
+        return Verdict(fault, None, "its tests fail without it")
+    workshop = free.get()
+    try:
+        with workshop.planted(fault):
+            run = workshop.test(["-x", *fault.arguments], limited=True)
+    finally:
+        free.put(workshop)
+    why = "the tests pass" if not run.failed else ""
+    if not run.whole:
+        why = "the tests did not end and were killed" if run.code < 0 else f"pytest ended with exit code {run.code}"
+    return Verdict(fault, run, why)
 
 
 def select_tests(faults: Iterable[Fault], files: Sequence[str]) -> list[str]:
@@ -234,28 +184,17 @@ def select_tests(faults: Iterable[Fault], files: Sequence[str]) -> list[str]:
                 wanted[path].add(expression)
     terms = []
     for path, expressions in wanted.items():
-        name = Path(path).stem
-        terms.append(
-            name if "" in expressions else f"({name} and ({' or '.join(f'({each})' for each in sorted(expressions))}))"
-        )
+        name, either = Path(path).stem, " or ".join(f"({each})" for each in sorted(expressions))
+        terms.append(name if "" in expressions else f"({name} and ({either}))")
     return [*files, "-k", " or ".join(terms)]
 
 
-def _report(verdicts: Sequence[Verdict], lost: dict[Fault, str], console: Console, *, output: bool) -> int:
-    table = Table("fault", "", "s", "noticed by", show_lines=True)
-    for verdict in verdicts:
-        run = verdict.run
-        state = "[red]NOT caught[/]" if verdict.why else "[green]caught[/]"
-        seconds = f"{run.seconds:.0f}" if run is not None else ""
-        noticed = run.failed[0] if run is not None and run.failed else ""
-        table.add_row(escape(verdict.fault.harm), state, seconds, escape(verdict.why or noticed))
-        if run is not None and (output or not run.whole):
-            console.rule(escape(verdict.fault.harm))
-            console.print(_tail(run), markup=False, highlight=False)
-    console.print(table)
-    missed = sum(bool(verdict.why) for verdict in verdicts)
-    console.print(f"{len(verdicts) - missed} of {len(verdicts) + len(lost)} faults were caught", highlight=False)
-    return 1 if missed or lost else 0
+def _report(verdict: Verdict, *, output: bool) -> None:
+    run, harm = verdict.run, verdict.fault.harm
+    noticed = f"{run.seconds:.0f} s, {run.failed[0]}" if run is not None and run.failed else ""
+    say(f"NOT caught ({verdict.why}): {harm}" if verdict.why else f"caught: {harm}\n    {noticed}")
+    if run is not None and (output or not run.whole):
+        say(_tail(run))
 
 
 def _tail(run: Run) -> str:
