@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Self
 
 from rollout.harnesses.catalogue import load
 from rollout.harnesses.limits import UNKNOWN, Limits
@@ -63,6 +64,11 @@ class Cli:
     two runs. None: its requests differ in some runs (docs/forks.md)."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Given to it beside what its definition says; they may hold the placeholders of base URLs."""
+
+    @classmethod
+    def using(cls, harness: str, dialect: str, tools: Tools, *, last: Step | None = None, **more: Any) -> Self:
+        """One whose plain run is that of `with_tools`."""
+        return cls(harness, dialect, with_tools(tools, last=last), change_at=2, tools=tools, **more)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -14,15 +15,20 @@ from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
 
 # Asserted in there is what the tests show: their failures should say what was compared.
-pytest.register_assert_rewrite("tests.harnesses.every_harness", "tests.harnesses.truths")
+SHARED = ("every_failure", "every_harness", "every_record", "every_run", "truths")
+pytest.register_assert_rewrite(*(f"tests.harnesses.{name}" for name in SHARED))
 
-from tests.harnesses.every_harness import KEEPALIVE_SECONDS  # noqa: E402
+from tests.harnesses.agent_run import Cli, Tools  # noqa: E402
 from tests.harnesses.figures import pytest_terminal_summary  # noqa: E402
-from tests.harnesses.stage import Stage  # noqa: E402
+from tests.harnesses.player import Step  # noqa: E402
+from tests.harnesses.stage import Played, Stage  # noqa: E402
 
-__all__ = ["failing_stage", "pytest_terminal_summary", "raw_stage", "seeing_stage", "stage"]
+__all__ = ["pytest_terminal_summary"]
 
 WINDOW = 131_072
+KEEPALIVE_SECONDS = 0.5
+"""The service's, in all these tests."""
+SLOW_SECONDS = 2.0
 VOLATILE_LINES = [
     r"^x-anthropic-billing-header:.*$",
     r"[Cc]urrent date|Today's date|<current_date(time)?>",
@@ -68,3 +74,23 @@ def seeing_stage(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFac
     """Qwen3's template, and a model that takes images."""
     with _stage(SEEING, redis_server.url, tmp_path_factory, KEEPALIVE_SECONDS) as stage:
         yield stage
+
+
+@pytest.fixture(scope="module")
+def cli(request: pytest.FixtureRequest) -> Cli:
+    found: Cli = request.module.CLI
+    return found
+
+
+@pytest.fixture(scope="module")
+def tools(cli: Cli) -> Tools:
+    assert cli.tools is not None
+    return cli.tools
+
+
+@pytest.fixture(scope="module")
+def plain(cli: Cli, stage: Stage) -> Played:
+    """A run of several turns in which nothing goes wrong; the first token of one is slow."""
+    steps: list[Step] = list(cli.steps(stage.workdir(cli, "plain")))
+    steps[cli.change_at] = replace(steps[cli.change_at], how={"seconds_before": SLOW_SECONDS})
+    return stage.play(cli, steps, "plain")

@@ -170,7 +170,7 @@ def _check_row(row: Trajectory, final: Final, made: Mapping[str, Generation]) ->
         prompt, sampled = made[call_id].prompt_ids, made[call_id].sampled[0]
         start, end = len(prompt), len(prompt) + len(sampled)
         assert row.token_ids[:end].tolist() == [*prompt, *sampled], f"{call_id} was sampled otherwise"
-        assert np.array_equal(row.logprobs[start:end], np.float32(logprobs_of(prompt, sampled)))
+        assert np.array_equal(row.logprobs[start:end], np.array(logprobs_of(prompt, sampled), np.float32))
         mask[start:end] = True
     assert np.array_equal(row.loss_mask.astype(bool), mask), f"{row.trajectory_id} trains what was not sampled"
 

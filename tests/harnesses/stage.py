@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -66,12 +67,13 @@ class Played:
         return (self.workdir / name).read_text(encoding="utf-8")
 
 
-class Unknown(logging.Handler):
-    """Used in a `with` block; `said` is what the service logs of requests that it has no endpoint for."""
+class Heard(logging.Handler):
+    """Used in a `with` block; `said` is what the service logs of requests that it refuses and that `pattern` finds."""
 
-    def __init__(self) -> None:
+    def __init__(self, pattern: str) -> None:
         super().__init__(logging.WARNING)
         self.said: list[str] = []
+        self._pattern = re.compile(pattern)
         self._log = logging.getLogger("proxy.call.door")
 
     def __enter__(self) -> Self:
@@ -82,8 +84,11 @@ class Unknown(logging.Handler):
         self._log.removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.getMessage().startswith(("404 ", "405 ")):
+        if self._pattern.search(record.getMessage()):
             self.said.append(record.getMessage())
+
+
+NO_ENDPOINT = r"\A40[45] "
 
 
 class Stage:
@@ -129,7 +134,7 @@ class Stage:
         session = self._service.session(role_rules=roles, replay=replay, echo_policy=echo_policy, **budget)
         address = session.base_url.removesuffix("/v1")
         with ExitStack() as stack:
-            outside, unknown = stack.enter_context(Outside()), stack.enter_context(Unknown())
+            outside, unknown = stack.enter_context(Outside()), stack.enter_context(Heard(NO_ENDPOINT))
             wire = stack.enter_context(BreakingWire(self._service.url, break_at)) if break_at else None
             if wire is not None:
                 address = address.replace(self._service.url, wire.url)
@@ -164,7 +169,7 @@ class Stage:
         self._engine.reset().script = player
         forked = {"session_id": origin.session_id, "on_divergence": "fail"} if origin is not None else None
         session = self._service.session(replay=forked, echo_policy=cli.fork_policy if forked else None)
-        with Unknown() as unknown:
+        with Heard(NO_ENDPOINT) as unknown:
             recorded.send(session.base_url, session.api_key)
         return self._played(session, cli, Ended(0, "", "", 0.0), WORKDIR, player, [], unknown.said, False)
 

@@ -10,45 +10,11 @@ import subprocess
 from pathlib import Path
 
 from tests.harnesses.agent_run import RARE, Cli
-from tests.harnesses.every_harness import (
-    check_done,
-    check_truths,
-    cli,
-    plain,
-    test_a_connection_that_breaks_within_a_reply_loses_nothing,
-    test_a_fork_replays_the_run_as_far_as_its_last_call,
-    test_a_reply_whose_engine_breaks_off_in_the_middle_is_kept_as_far_as_it_came,
-    test_a_slow_first_token_is_waited_for,
-    test_calls_that_fail_are_made_again_and_go_on_from_the_same_turn,
-    test_each_turn_is_sampled_after_the_very_ids_of_the_turn_before,
-    test_every_call_of_the_engine_is_recorded_once,
-    test_every_endpoint_that_it_asks_for_is_there,
-    test_one_conversation_is_one_main_row,
-    test_replies_are_streamed_where_the_agent_asks_for_it,
-    test_sampled_tokens_are_exported_once_or_quarantined,
-    test_side_calls_have_roles_of_their_own,
-    test_the_file_is_edited_as_the_model_said,
-)
+from tests.harnesses.every_failure import *  # noqa: F403
+from tests.harnesses.every_run import *  # noqa: F403
 from tests.harnesses.player import Step
 from tests.harnesses.stage import Stage
-
-__all__ = [
-    "cli",
-    "plain",
-    "test_a_fork_replays_the_run_as_far_as_its_last_call",
-    "test_a_connection_that_breaks_within_a_reply_loses_nothing",
-    "test_a_reply_whose_engine_breaks_off_in_the_middle_is_kept_as_far_as_it_came",
-    "test_a_slow_first_token_is_waited_for",
-    "test_calls_that_fail_are_made_again_and_go_on_from_the_same_turn",
-    "test_each_turn_is_sampled_after_the_very_ids_of_the_turn_before",
-    "test_every_call_of_the_engine_is_recorded_once",
-    "test_every_endpoint_that_it_asks_for_is_there",
-    "test_one_conversation_is_one_main_row",
-    "test_replies_are_streamed_where_the_agent_asks_for_it",
-    "test_sampled_tokens_are_exported_once_or_quarantined",
-    "test_side_calls_have_roles_of_their_own",
-    "test_the_file_is_edited_as_the_model_said",
-]
+from tests.harnesses.truths import check_done, check_truths
 
 
 def listing(value: int, remark: str) -> str:

@@ -21,7 +21,7 @@ from tests.harnesses.conftest import WINDOW
 from tests.harnesses.installed import folder_of
 from tests.harnesses.outside import Outside
 from tests.harnesses.player import Player, Step
-from tests.harnesses.stage import Played, Unknown
+from tests.harnesses.stage import NO_ENDPOINT, Heard, Played
 from tests.harnesses.truths import check_records, check_rows
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.engine.scripted_images import SEEING
@@ -92,7 +92,7 @@ def played(service: tuple[ScriptedEngine, RunningService], shop: str, tmp_path_f
     }
     player = engine.script = Player(SEEING, [click, act(done)], {JUDGE: json.dumps(verdict)})
     session, home = running.session(), tmp_path_factory.mktemp("browser-use")
-    with Outside() as outside, Unknown() as unknown:
+    with Outside() as outside, Heard(NO_ENDPOINT) as unknown:
         env = {
             **{name: value for name, value in os.environ.items() if name in ("PATH", "LANG")},
             **outside.variables,
@@ -102,7 +102,7 @@ def played(service: tuple[ScriptedEngine, RunningService], shop: str, tmp_path_f
             "ANONYMIZED_TELEMETRY": "false",
             "BROWSER_USE_VERSION_CHECK": "false",
         }
-        command = [
+        command: list[str | Path] = [
             folder_of("browser-use") / "python",
             PROGRAM,
             require("chromium"),

@@ -5,9 +5,6 @@ The agents are real, and so is the refusal, in the dialect that each of them spe
 
 from __future__ import annotations
 
-import logging
-from typing import Self
-
 import pytest
 
 from tests.harnesses import (
@@ -21,39 +18,12 @@ from tests.harnesses import (
     test_qwen_code,
 )
 from tests.harnesses.agent_run import Cli
-from tests.harnesses.stage import Stage
+from tests.harnesses.stage import Heard, Stage
 
-MODULES = (
-    test_claude_code,
-    test_codex,
-    test_gemini_cli,
-    test_mini_swe_agent,
-    test_opencode,
-    test_pi,
-    test_qwen_code,
-)
+MODULES = (test_claude_code, test_codex, test_gemini_cli, test_mini_swe_agent, test_opencode, test_pi, test_qwen_code)
 COPILOT = [cli for cli in test_more_agents.AGENTS if cli.harness == "copilot-cli"]
 AGENTS = [*(module.CLI for module in MODULES), *COPILOT]
 """One of each client library: what the others do follows from theirs."""
-
-
-class Refused(logging.Handler):
-    """Used in a `with` block: counts the calls that the service refuses for their session's budget."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.calls = 0
-        self._log = logging.getLogger("proxy.call.door")
-
-    def __enter__(self) -> Self:
-        self._log.addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._log.removeHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.calls += "has spent its budget" in record.getMessage()
 
 
 MOST_REFUSALS = 6
@@ -64,9 +34,9 @@ MOST_REFUSALS = 6
 @pytest.mark.parametrize("cli", AGENTS, ids=lambda cli: f"{cli.harness}-{cli.dialect}")
 def test_an_agent_whose_budget_is_spent_ends_by_itself(cli: Cli, stage: Stage) -> None:
     """mini-swe-agent was repeating its call after four minutes, while a refusal had the status 403 in OpenAI's shape."""
-    with Refused() as refused:
+    with Heard("has spent its budget") as refused:
         played = stage.play(cli, cli.steps(stage.workdir(cli, "budget")), "budget", budget={"max_calls": 1})
     assert played.ended.exit_code is not None, str(played.ended)
     assert len(played.calls) == len(played.generations) == 1
-    assert 1 <= refused.calls <= MOST_REFUSALS
+    assert 1 <= len(refused.said) <= MOST_REFUSALS
     assert [(row["finish_reason"], row["truncated"]) for row in played.rows] == [("budget", True)]

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from tests.harnesses.agent_run import Cli, Tools, with_tools
+from tests.harnesses.agent_run import Cli, Tools
 from tests.harnesses.every_harness import *  # noqa: F403
-from tests.harnesses.every_harness import check_done, check_truths
 from tests.harnesses.player import Step
 from tests.harnesses.stage import Stage
+from tests.harnesses.truths import check_done, check_truths
 
 TOOLS = Tools(
     read=lambda path: ("Read", {"file_path": str(path)}),
     edit=lambda path, old, new: ("Edit", {"file_path": str(path), "old_string": old, "new_string": new}),
     shell=lambda command: ("Bash", {"command": command, "description": "Run a command"}),
 )
-CLI = Cli(
-    harness="claude-code",
-    dialect="messages",
-    steps=with_tools(TOOLS),
-    change_at=2,
-    tools=TOOLS,
+CLI = Cli.using(
+    *("claude-code", "messages", TOOLS),
     # The cut text comes back in a wrapper of the agent's own.
     malformed=(None, None, None, None, None),
     # The date is in the user's first message.

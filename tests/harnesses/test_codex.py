@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.harnesses.agent_run import Cli, Tools, with_tools
+from tests.harnesses.agent_run import Cli, Tools
+from tests.harnesses.conftest import KEEPALIVE_SECONDS
 from tests.harnesses.every_harness import *  # noqa: F403
-from tests.harnesses.every_harness import KEEPALIVE_SECONDS, check_done, check_truths
 from tests.harnesses.player import Act, Step
 from tests.harnesses.stage import Stage
+from tests.harnesses.truths import check_done, check_truths
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
@@ -24,12 +25,8 @@ TOOLS = Tools(
     edit=lambda path, old, new: ("exec_command", {"cmd": f"sed -i 's/{old}/{new}/' {path.name}"}),
     shell=lambda command: ("exec_command", {"cmd": command}),
 )
-CLI = Cli(
-    harness="codex",
-    dialect="responses",
-    steps=with_tools(TOOLS),
-    change_at=2,
-    tools=TOOLS,
+CLI = Cli.using(
+    *("codex", "responses", TOOLS),
     # The cut text comes back as it was, with the error that it made.
     malformed=(None, None, None, None, None),
     # Each result of a command names its chunk by a random id, and says how long it took.
@@ -47,7 +44,13 @@ def test_a_sub_agent_is_a_row_of_its_own(stage: Stage) -> None:
         (agent,) = set(re.findall(r'"agent_id\W+([0-9a-f-]{36})', prompt))
         return Step("", "", [("multi_agent_v1__wait_agent", {"targets": [agent], "timeout_ms": 60_000})])
 
-    acts = [read, Step("I have it looked up.", "", [("multi_agent_v1__spawn_agent", {"message": ERRAND})]), wait, change, *rest]
+    acts: list[Act] = [
+        read,
+        Step("I have it looked up.", "", [("multi_agent_v1__spawn_agent", {"message": ERRAND})]),
+        wait,
+        change,
+        *rest,
+    ]
     played = stage.play(CLI, acts, "errand", helper=[before, Step("It asks for 42.", "There it is.")])
     check_done(played)
     check_truths(played)
@@ -69,7 +72,7 @@ def test_signs_of_life_count_as_such_for_it(stage: Stage) -> None:
         text = config.read_text(encoding="utf-8").replace('wire_api = "responses"', patience)
         config.write_text(text, encoding="utf-8")
 
-    steps: list[Act] = list(CLI.steps(stage.workdir(CLI, "patience")))
+    steps = list(CLI.steps(stage.workdir(CLI, "patience")))
     gate = threading.Event()
     change = replace(steps[CLI.change_at], how={"gate": gate, "gate_after": 5})
 
@@ -78,7 +81,7 @@ def test_signs_of_life_count_as_such_for_it(stage: Stage) -> None:
         threading.Timer(3 * IDLE_SECONDS, gate.set).start()
         return change
 
-    acts = [*steps[: CLI.change_at], change_after_a_pause, *steps[CLI.change_at + 1 :]]
+    acts: list[Act] = [*steps[: CLI.change_at], change_after_a_pause, *steps[CLI.change_at + 1 :]]
     played = stage.play(CLI, acts, "patience", at_home=lose_patience_soon)
     check_done(played)
     check_truths(played)

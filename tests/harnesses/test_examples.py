@@ -9,7 +9,7 @@ import pytest
 
 from examples.learn.agents import with_agents
 from tests.harnesses import test_aider, test_gemini_cli, test_opencode, test_qwen_code
-from tests.harnesses.agent_run import Cli, Tools, with_tools
+from tests.harnesses.agent_run import Cli, Tools
 from tests.harnesses.rollout_plays import AGENT_SECONDS, Exercise
 from tests.harnesses.rollout_trial import RolloutTrial
 from tests.support.machine import require
@@ -19,7 +19,7 @@ SHELL = Tools(
     edit=lambda path, old, new: ("shell", {"command": f"sed -i 's/{old}/{new}/' {path.name}"}),
     shell=lambda command: ("shell", {"command": command}),
 )
-AGENTS_SDK = Cli(harness="openai-agents", dialect="responses", steps=with_tools(SHELL), change_at=2, tools=SHELL)
+AGENTS_SDK = Cli.using("openai-agents", "responses", SHELL)
 GIVEN = {
     "fix-roman": test_gemini_cli.CLI,
     "rotate-logs": test_qwen_code.CLI,

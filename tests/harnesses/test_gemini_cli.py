@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.harnesses.agent_run import Cli, Tools, with_tools
+from tests.harnesses.agent_run import Cli, Tools
 from tests.harnesses.every_harness import *  # noqa: F403
 from tests.harnesses.stage import Played
 
@@ -16,12 +16,8 @@ TOOLS = Tools(
     ),
     shell=lambda command: ("run_shell_command", {"command": command}),
 )
-CLI = Cli(
-    harness="gemini-cli",
-    dialect="gemini",
-    steps=with_tools(TOOLS),
-    change_at=2,
-    tools=TOOLS,
+CLI = Cli.using(
+    *("gemini-cli", "gemini", TOOLS),
     # The cut text comes back in the wrapper that it was sent in.
     malformed=(None, None, None, None, None),
     # A command's result names its process group.

@@ -10,9 +10,9 @@ import pytest
 
 from tests.harnesses import test_claude_code, test_codex, test_gemini_cli
 from tests.harnesses.agent_run import Cli
-from tests.harnesses.every_harness import check_done, check_truths
 from tests.harnesses.player import Step, ToolCall
 from tests.harnesses.stage import Stage
+from tests.harnesses.truths import check_done, check_truths
 from tests.support.engine.scripted_images import picture
 
 SCREEN = picture("red", (96, 64))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.harnesses.agent_run import Cli, Tools, with_tools
+from tests.harnesses.agent_run import Cli, Tools
 from tests.harnesses.every_harness import *  # noqa: F403
 from tests.harnesses.player import Step
 
@@ -12,12 +12,9 @@ TOOLS = Tools(
     shell=lambda command: ("bash", {"command": command}),
 )
 LAST = Step("Done.", "All of it is done.", [("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"})])
-CLI = Cli(
-    harness="mini-swe-agent",
-    dialect="chat",
-    steps=with_tools(TOOLS, last=LAST),
-    change_at=2,
-    tools=TOOLS,
+CLI = Cli.using(
+    *("mini-swe-agent", "chat", TOOLS),
+    last=LAST,
     streams=False,
     # It drops the reply that it cannot read and says what was wrong with it.
     malformed=(None, None, "edited", None, None),

@@ -7,36 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.harnesses.agent_run import Cli, Tools, with_tools
-from tests.harnesses.every_harness import (
-    plain,
-    test_a_fork_replays_the_run_as_far_as_its_last_call,
-    test_a_slow_first_token_is_waited_for,
-    test_each_turn_is_sampled_after_the_very_ids_of_the_turn_before,
-    test_every_call_of_the_engine_is_recorded_once,
-    test_every_endpoint_that_it_asks_for_is_there,
-    test_one_conversation_is_one_main_row,
-    test_replies_are_streamed_where_the_agent_asks_for_it,
-    test_sampled_tokens_are_exported_once_or_quarantined,
-    test_side_calls_have_roles_of_their_own,
-    test_the_file_is_edited_as_the_model_said,
-)
+from tests.harnesses.agent_run import Cli, Tools
+from tests.harnesses.every_run import *  # noqa: F403
 from tests.harnesses.player import Step
 from tests.harnesses.stage import Played
-
-__all__ = [
-    "plain",
-    "test_a_fork_replays_the_run_as_far_as_its_last_call",
-    "test_a_slow_first_token_is_waited_for",
-    "test_each_turn_is_sampled_after_the_very_ids_of_the_turn_before",
-    "test_every_call_of_the_engine_is_recorded_once",
-    "test_every_endpoint_that_it_asks_for_is_there",
-    "test_one_conversation_is_one_main_row",
-    "test_replies_are_streamed_where_the_agent_asks_for_it",
-    "test_sampled_tokens_are_exported_once_or_quarantined",
-    "test_side_calls_have_roles_of_their_own",
-    "test_the_file_is_edited_as_the_model_said",
-]
 
 COPILOT = Tools(
     read=lambda path: ("view", {"path": str(path)}),
@@ -71,36 +45,31 @@ SHELL = Tools(
 )
 COMPLETE = Step("Done: the value is 42.", "All of it is done.", [("complete", {})])
 AGENTS = [
-    Cli("cline", "chat", with_tools(CLINE), change_at=2, tools=CLINE),
-    Cli("continue", "chat", with_tools(CONTINUE), change_at=2, tools=CONTINUE),
+    Cli.using("cline", "chat", CLINE),
+    Cli.using("continue", "chat", CONTINUE),
     # Each message of the user has the time.
-    Cli("copilot-cli", "chat", with_tools(COPILOT), change_at=2, tools=COPILOT, fork_policy="minted"),
-    Cli(
-        *("copilot-cli", "responses", with_tools(COPILOT)),
-        change_at=2,
-        tools=COPILOT,
+    Cli.using("copilot-cli", "chat", COPILOT, fork_policy="minted"),
+    Cli.using(
+        *("copilot-cli", "responses", COPILOT),
         fork_policy="minted",
         variables={"COPILOT_PROVIDER_WIRE_API": "responses"},
     ),
-    Cli(
-        *("copilot-cli", "messages", with_tools(COPILOT)),
-        change_at=2,
-        tools=COPILOT,
+    Cli.using(
+        *("copilot-cli", "messages", COPILOT),
         fork_policy="minted",
         variables={"COPILOT_PROVIDER_TYPE": "anthropic", "COPILOT_PROVIDER_BASE_URL": "{anthropic}"},
     ),
     # The date is in the user's first message.
-    Cli("droid", "chat", with_tools(DROID), change_at=2, tools=DROID, fork_policy="minted"),
-    Cli(
-        *("gptme", "chat", with_tools(GPTME, last=COMPLETE)),
-        change_at=2,
-        tools=GPTME,
+    Cli.using("droid", "chat", DROID, fork_policy="minted"),
+    Cli.using(
+        *("gptme", "chat", GPTME),
+        last=COMPLETE,
         # It writes the reasoning before a tool call into the text of its history.
         branches={1: "edited", 3: "edited"},
         # After a minute, five and so on it adds a message with the time.
         fork_policy=None,
     ),
-    Cli("llm", "chat", with_tools(SHELL), change_at=2, tools=SHELL),
+    Cli.using("llm", "chat", SHELL),
 ]
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.end_to_end.test_closed_loop import assert_true, row_of
 from tests.harnesses.agent_run import Cli, run
 from tests.harnesses.outside import Outside
 from tests.harnesses.scratch import TASK, make_repository
+from tests.support.engine.real_engine import assert_true, row_of
 from tests.support.engine.vllm_server import running_vllm
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
@@ -56,7 +57,7 @@ def test_pi_on_a_real_engine_is_recorded_as_it_was_sampled(
 
     workdir = make_repository(tmp_path / "work")
     with Outside() as outside:
-        options = {"at_home": speak_the_dialect, "timeout_seconds": 240.0}
+        options: dict[str, Any] = {"at_home": speak_the_dialect, "timeout_seconds": 240.0}
         ended = run(PI, address, session.api_key, TASK, workdir, outside.variables, **options)
     calls = session.calls
     assert calls and {(call["dialect"], call["api"]) for call in calls} == {(dialect, "token")}, str(ended)

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.harnesses.agent_run import Cli, Tools, with_tools
+from tests.harnesses.agent_run import Cli, Tools
 from tests.harnesses.every_harness import *  # noqa: F403
-from tests.harnesses.every_harness import check_done, check_truths
 from tests.harnesses.stage import Stage
+from tests.harnesses.truths import check_done, check_truths
 
 TOOLS = Tools(
     read=lambda path: ("read", {"filePath": str(path)}),
     edit=lambda path, old, new: ("edit", {"filePath": str(path), "oldString": old, "newString": new}),
     shell=lambda command: ("bash", {"command": command}),
 )
-CLI = Cli(
-    harness="opencode",
-    dialect="chat",
-    steps=with_tools(TOOLS),
-    change_at=2,
-    tools=TOOLS,
+CLI = Cli.using(
+    *("opencode", "chat", TOOLS),
     # It puts a call of a tool `invalid` in the place of the one it cannot read.
     malformed=(None, None, "edited", None, None),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.harnesses.agent_run import Cli, Tools, with_tools
+from tests.harnesses.agent_run import Cli, Tools
 from tests.harnesses.every_harness import *  # noqa: F403
 
 TOOLS = Tools(
@@ -10,12 +10,8 @@ TOOLS = Tools(
     edit=lambda path, old, new: ("edit", {"path": path.name, "edits": [{"oldText": old, "newText": new}]}),
     shell=lambda command: ("bash", {"command": command}),
 )
-CLI = Cli(
-    harness="pi",
-    dialect="chat",
-    steps=with_tools(TOOLS),
-    change_at=2,
-    tools=TOOLS,
+CLI = Cli.using(
+    *("pi", "chat", TOOLS),
     # It repairs the arguments and makes the call; its history has the repaired ones.
     malformed=(None, None, "edited", None, None),
     # It looks for words such as 'server error' in an error event's message, and gives up where it finds none.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.harnesses.agent_run import Cli, Tools, with_tools
+from tests.harnesses.agent_run import Cli, Tools
 from tests.harnesses.every_harness import *  # noqa: F403
 
 TOOLS = Tools(
@@ -10,12 +10,8 @@ TOOLS = Tools(
     edit=lambda path, old, new: ("edit", {"file_path": str(path), "old_string": old, "new_string": new}),
     shell=lambda command: ("run_shell_command", {"command": command, "is_background": False}),
 )
-CLI = Cli(
-    harness="qwen-code",
-    dialect="chat",
-    steps=with_tools(TOOLS),
-    change_at=2,
-    tools=TOOLS,
+CLI = Cli.using(
+    *("qwen-code", "chat", TOOLS),
     # A command's result names its process group.
     fork_policy="minted",
     # It asks once more with a higher limit, then repairs the arguments and makes the call.

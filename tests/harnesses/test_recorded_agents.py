@@ -5,29 +5,11 @@ from __future__ import annotations
 import pytest
 
 from rollout.harnesses.catalogue import load
-from tests.harnesses.agent_run import Cli, Tools, with_tools
-from tests.harnesses.every_harness import (
-    test_each_turn_is_sampled_after_the_very_ids_of_the_turn_before,
-    test_every_call_of_the_engine_is_recorded_once,
-    test_every_endpoint_that_it_asks_for_is_there,
-    test_one_conversation_is_one_main_row,
-    test_replies_are_streamed_where_the_agent_asks_for_it,
-    test_sampled_tokens_are_exported_once_or_quarantined,
-    test_side_calls_have_roles_of_their_own,
-)
+from tests.harnesses.agent_run import Cli, Tools
+from tests.harnesses.every_record import *  # noqa: F403
 from tests.harnesses.player import Step
 from tests.harnesses.recorded_run import RecordedRun
 from tests.harnesses.stage import Played, Stage
-
-__all__ = [
-    "test_each_turn_is_sampled_after_the_very_ids_of_the_turn_before",
-    "test_every_call_of_the_engine_is_recorded_once",
-    "test_every_endpoint_that_it_asks_for_is_there",
-    "test_one_conversation_is_one_main_row",
-    "test_replies_are_streamed_where_the_agent_asks_for_it",
-    "test_sampled_tokens_are_exported_once_or_quarantined",
-    "test_side_calls_have_roles_of_their_own",
-]
 
 KILO = Tools(
     read=lambda path: ("read", {"filePath": str(path)}),
@@ -54,10 +36,10 @@ VIBE = Tools(
     shell=lambda command: ("bash", {"command": command}),
 )
 AGENTS = [
-    Cli("kilo", "chat", with_tools(KILO), change_at=2, tools=KILO, fork_policy="minted"),
-    Cli("kimi-cli", "chat", with_tools(KIMI), change_at=2, tools=KIMI),
-    Cli("mistral-vibe", "chat", with_tools(VIBE), change_at=2, tools=VIBE),
-    Cli("openhands", "chat", with_tools(OPENHANDS, last=FINISH), change_at=2, tools=OPENHANDS, streams=False),
+    Cli.using("kilo", "chat", KILO, fork_policy="minted"),
+    Cli.using("kimi-cli", "chat", KIMI),
+    Cli.using("mistral-vibe", "chat", VIBE),
+    Cli.using("openhands", "chat", OPENHANDS, last=FINISH, streams=False),
 ]
 
 

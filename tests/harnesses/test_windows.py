@@ -13,11 +13,12 @@ import pytest
 
 from tests.harnesses import test_claude_code, test_codex, test_opencode, test_pi, test_qwen_code
 from tests.harnesses.agent_run import Cli
-from tests.harnesses.every_harness import KEEPALIVE_SECONDS, check_done, check_truths
+from tests.harnesses.conftest import KEEPALIVE_SECONDS
 from tests.harnesses.player import Step
 from tests.harnesses.scratch import TASK
 from tests.harnesses.stage import Played, Stage
 from tests.harnesses.test_more_agents import AGENTS
+from tests.harnesses.truths import check_done, check_truths
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.engine.template_families import Family
 from tests.support.service.redis_server import RedisServer

@@ -27,6 +27,22 @@ def check_records(played: Played) -> None:
         assert (call["api"], call["dialect"]) == ("token", played.cli.dialect)
 
 
+def check_done(played: Played) -> None:
+    """The agent ended well, has done its task, and heard every step of the model once."""
+    assert played.ended.exit_code == 0, str(played.ended)
+    assert played.text_of("number.py") == "value = 42\n", str(played.ended)
+    assert played.player.missing == []
+    assert played.player.surplus == []
+    assert played.player.left == 0
+
+
+def check_truths(played: Played) -> None:
+    check_records(played)
+    check_rows(played)
+    check_continuations(played)
+    assert false_forks(played) == []
+
+
 def unrecorded(played: Played) -> list[Generation]:
     """What the engine was asked to sample and no record shows."""
     recorded = {call["call_id"] for call in played.calls}
