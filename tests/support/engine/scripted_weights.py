@@ -30,7 +30,8 @@ class Hold:
 
 
 class ScriptedWeights:
-    """`loaded` is what the workers report. `refuse_check` and `refuse_update` make the next update fail with that sentence.
+    """`loaded` is what the workers report. `refuse_check` and `refuse_update` make the next update fail with that sentence, `refuses`
+    every one; `tears`: what the workers say of it when each update leaves their weights torn.
     `adapters`: the folder of each LoRA adapter. `extended`: its workers know the methods of `VerbatimWorker`, and
     `backend`: they have its backend.
     `hold` makes the next such step wait. As vLLM does, it breaks when weights change while it samples: `broken` says how."""
@@ -46,6 +47,7 @@ class ScriptedWeights:
         }
         self.refuse_check: str | None = None
         self.refuse_update: str | None = None
+        self.refuses = self.tears = ""
         self.broken: list[str] = []
         self.workers = 1
         self.extended = self.backend = True
@@ -164,8 +166,16 @@ class ScriptedWeights:
             self.updating = False
             await exchange.fail(Fail(500, error))
             return
-        updates = self.loaded["updates"] + 1
-        loaded = {"whole": True, "path": info.get("path"), "version": info.get("version"), "updates": updates, "error": None}
+        loaded: dict[str, Any] = {"whole": False, "error": self.tears}
+        if not self.tears:
+            updates = self.loaded["updates"] + 1
+            loaded = {
+                "whole": True,
+                "path": info.get("path"),
+                "version": info.get("version"),
+                "updates": updates,
+                "error": None,
+            }
         self.loaded, self._received = {**self.loaded, **loaded, "claimed_by": None}, True
         await self._held("update", done=True)
         await exchange.answer({"message": "Weights updated"})
@@ -218,8 +228,8 @@ class ScriptedWeights:
             await exchange.answer({"results": [{"error": self._claims.take(*body["args"])}]})
         elif body.get("method") == "verbatim_check_transfer":
             outside = body["args"][0]["group"] != self.loaded.get("group")
-            error, self.refuse_check = self.refuse_check, None
-            await exchange.answer({"results": [{"error": "the engine is not in the group" if outside else error}]})
+            refused, self.refuse_check = self.refuse_check, None
+            await exchange.answer({"results": [{"error": "the engine is not in the group" if outside else refused}]})
         elif body.get("method") == "verbatim_prepare":
             ticket, path, _ = body["args"]
             if ticket != self._ticket:
@@ -227,8 +237,8 @@ class ScriptedWeights:
                 await exchange.answer({"results": [{"done": False}]})
                 return
             await self._held("check", done=False)
-            error, self.refuse_check = self.refuse_check or _missing(path), None
-            await exchange.answer({"results": [{"done": True, "error": error} | ({} if error else {"root": None})]})
+            refused, self.refuse_check = self.refuse_check or self.refuses or _missing(path), None
+            await exchange.answer({"results": [{"done": True, "error": refused} | ({} if refused else {"root": None})]})
         else:
             await exchange.fail(Fail(500, f"Call to collective_rpc method failed: {body.get('method')}"))
 

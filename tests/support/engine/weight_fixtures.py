@@ -49,11 +49,11 @@ def unsampled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy.engine.apis.contact.read_sample", sample_nothing)
 
 
-async def until(condition: Callable[[], bool], what: Callable[[], object]) -> None:
-    """Wait for it; when it does not come, fail and say what is instead."""
-    deadline = time.monotonic() + 60
+async def until(condition: Callable[[], bool], what: str | Callable[[], object]) -> None:
+    """Wait for it; when it does not come, fail and say what was to come, or what is instead."""
+    deadline = time.monotonic() + 120
     while not condition():
-        assert time.monotonic() < deadline, what()
+        assert time.monotonic() < deadline, what() if callable(what) else what
         await asyncio.sleep(0.01)
 
 

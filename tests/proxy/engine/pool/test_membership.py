@@ -22,8 +22,8 @@ from proxy.store.connection import StoreConnection
 from proxy.store.keys import ENGINES
 from proxy.store.service import EngineStore, StoredEngine
 from proxy.timeline import CancelScope, Timeline
-from tests.proxy.engine.pool.test_pool import until
 from tests.support.engine.scripted_engine import Fail, ScriptedEngine
+from tests.support.engine.weight_fixtures import until
 from tests.support.service.redis_server import Store
 
 

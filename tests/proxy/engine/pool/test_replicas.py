@@ -103,7 +103,7 @@ def test_one_of_three_replicas_is_killed_and_returns_and_no_harness_notices(redi
                 stop.set()
             for talked in talks:
                 talked.result()
-        used = Counter()
+        used: Counter[str] = Counter()
         for session in sessions:
             _, accounting = session.trajectories()
             calls = session.calls
@@ -321,7 +321,7 @@ def test_a_call_that_waits_in_another_process_ends_too_when_its_session_is_close
     assert queued(service) == 0
 
 
-ASKED = {
+ASKED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "q"}]},
     "/v1/responses": {"input": "q"},
     "/v1/messages": {"messages": [{"role": "user", "content": "q"}], "max_tokens": 9},

@@ -13,6 +13,7 @@ from proxy.engine.pool.membership import replica_at
 from proxy.engine.pool.seats import Caller, FairQueue, Seats, WaitingCall, rank_replicas
 from proxy.engine.replica import Replica
 from proxy.errors import Conflict, EngineUnavailable
+from proxy.metrics import Metrics
 
 
 async def nobody_closes() -> None:
@@ -23,8 +24,9 @@ def caller(session_id: str) -> Caller:
     return Caller(session_id, nobody_closes)
 
 
-class Observed:
+class Observed(Metrics):
     def __init__(self) -> None:
+        super().__init__()
         self.waits: list[float] = []
 
     def observe_wait(self, policy: str, seconds: float) -> None:
