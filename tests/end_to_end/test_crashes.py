@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,10 @@ from tests.support.service.redis_server import IN_MEMORY
 
 SEED = 176
 """Chosen so that these few rounds kill every process alone, and several at once."""
-PROCESSES = {shared: ("redis", "proxy-0", "proxy-1", "trainer"), embedded: ("redis", "proxy-0", "trainer")}
+PROCESSES: dict[Any, tuple[str, ...]] = {
+    shared: ("redis", "proxy-0", "proxy-1", "trainer"),
+    embedded: ("redis", "proxy-0", "trainer"),
+}
 
 
 @pytest.fixture

@@ -13,15 +13,14 @@ from numpy.typing import NDArray
 
 from examples.vllm_server import VllmServer
 from reconstruct.trajectory import Trajectory
-from tests.support.engine.recording_relay import RecordingRelay
+from tests.support.engine.real_engine import TOLERANCE, reaching
 from tests.support.engine.vllm_server import running_vllm
 from tests.support.service.redis_server import RedisServer
-from tests.support.service.running_service import RunningService, Session, streamed_text, wait_until
+from tests.support.service.running_service import RunningService, Session, streamed_text
 from trainer_client.wire import decode_trajectory
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-TOLERANCE = 1e-4
 TOP = 3
 LONG = "Tell me of " + "the sea and the wind and " * 60
 """Longer than the blocks of vLLM's prefix cache on a CPU, of 128 tokens."""
@@ -36,10 +35,10 @@ def model(tiny_model: Path) -> Any:
 
 
 @contextmanager
-def serving(engine: VllmServer | RecordingRelay, redis_server: RedisServer, **settings: Any) -> Iterator[RunningService]:
+def serving(engine: VllmServer, redis_server: RedisServer, **settings: Any) -> Iterator[RunningService]:
     redis_server.flushall()
     with RunningService(engine.url, redis_server.url, **settings) as service:
-        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "ready")
+        service.await_ready()
         yield service
 
 
@@ -160,22 +159,15 @@ BENT: dict[str, dict[str, Any]] = {
 FIXED = {"temperature", "top_p", "top_k", "seed", "max_tokens", "stop"}
 
 
-@contextmanager
-def reaching(path: str, vllm: VllmServer, redis_server: RedisServer) -> Iterator[RunningService]:
-    """A service that reaches the engine by the plugin, by the three routes, or as a chat server."""
-    api = "chat" if path == "chat" else "token"
-    with RecordingRelay(vllm.url, plugin=path == "plugin") as relay, serving(relay, redis_server, engine_api=api) as service:
-        yield service
-
-
 @pytest.mark.case(64)
-@pytest.mark.parametrize("path", ["plugin", "routes", "chat"])
+@pytest.mark.parametrize("path", ["plugin", "token", "chat"])
 def test_only_a_grammar_bends_raw_logprobs_and_whatever_bends_the_choice_is_noted(
     vllm_server: VllmServer, redis_server: RedisServer, model: Any, path: str
 ) -> None:
     """Each whole and streamed. A forced tool's logprobs are far from the model's, and marked; under all else they are the model's to the
     last digits, though the tokens were not drawn from it."""
-    with reaching(path, vllm_server, redis_server) as service:
+    redis_server.flushall()
+    with reaching(path, vllm_server.url, redis_server.url) as (_, service):
         session = service.session()
         for stream in (False, True):
             for fields in (*MASKED.values(), *BENT.values(), {"tools": TOOLS}):

@@ -15,20 +15,19 @@ import pytest
 from google import genai
 
 from examples.vllm_server import VllmServer
-from tests.end_to_end.test_closed_loop import assert_true, balanced, row_of
-from tests.support.service.verbatim_process import Serving, wait_until
+from tests.support.engine.real_engine import assert_true, rows_of
+from tests.support.service.verbatim_process import Serving
 
 pytestmark = pytest.mark.engine
 
 QUESTIONS = ("Find the number.", "Is it even?", "Say it again.")
 TOKENS = 24
-Call = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def serving(vllm_server: VllmServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     with Serving("--engine", vllm_server.url, data_dir=tmp_path_factory.mktemp("data")) as service:
-        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "ready")
+        service.await_ready()
         yield service
 
 
@@ -97,14 +96,13 @@ def by_gemini(urls: dict[str, str], key: str) -> None:
 def test_three_turns_through_a_vendors_sdk_are_recorded_as_they_were_sampled(
     serving: Serving, tiny_model: Path, converse: Callable[[dict[str, str], str], None]
 ) -> None:
-    created = serving.request("POST", "/sessions", json={"sampling": {"seed": 5}}).json()
-    converse(created["base_urls"], created["api_key"])
-    path = f"/sessions/{created['session_id']}"
-    calls: list[Call] = serving.request("GET", f"{path}/calls").json()["calls"]
+    session = serving.session(sampling={"seed": 5})
+    root = session.base_url.removesuffix("/v1")
+    converse({"openai": session.base_url, "anthropic": root, "gemini": root}, session.api_key)
+    calls = session.calls
     assert [call["status"] for call in calls] == ["finished"] * len(QUESTIONS)
     assert {call["dialect"] for call in calls} == {converse.__name__.removeprefix("by_")}
     assert all(call["api"] == "token" and call["completion_ids"] for call in calls)
-    answer = serving.request("GET", f"{path}/trajectories").json()
-    assert balanced(answer["accounting"])
-    assert answer["accounting"]["exported_tokens"] == answer["accounting"]["sampled_tokens"] > 0
-    assert_true([row_of(row) for row in answer["trajectories"]], tiny_model)
+    _, accounting = session.trajectories()
+    assert accounting["exported_tokens"] == accounting["sampled_tokens"] > 0
+    assert_true(rows_of(session), tiny_model)

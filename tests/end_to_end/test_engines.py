@@ -22,8 +22,8 @@ from openai import APIError
 from examples.vllm_server import VllmServer, free_port, vllm_command
 from proxy.engine.pool.membership import replica_at
 from proxy.engine.pool.seats import rank_replicas
-from tests.end_to_end.test_closed_loop import read_metric
 from tests.support.engine.forked_vllm import ForkedVllmServer
+from tests.support.engine.real_engine import read_metric
 from tests.support.service.running_service import TRAINER, RunningService, Session, wait_until
 from trainer_client import TrainerClient
 from trainer_client.client import Mode

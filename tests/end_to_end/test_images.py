@@ -18,7 +18,7 @@ from reconstruct.media import Media
 from reconstruct.records import pack_ids
 from tests.support.engine.vllm_server import IMAGES, VisionEngine, require_vllm, running_vllm
 from tests.support.service.redis_server import RedisServer
-from tests.support.service.running_service import RunningService, Session, streamed_text, wait_until
+from tests.support.service.running_service import RunningService, Session, streamed_text
 from tests.support.service.verbatim_process import TRAINER
 from tests.support.sessions.pictures import FAMILIES, Album, digest_of, picture
 from tests.support.sessions.training_rows import spans, trajectory
@@ -94,7 +94,7 @@ def training(engine: VisionEngine, redis_server: RedisServer, tmp_path: Path) ->
     """However a test ends, the next one finds the engine with the weights that it started with."""
     redis_server.flushall()
     with RunningService(engine.url, redis_server.url) as service, TrainerClient(service.url, TRAINER) as trainer:
-        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "ready")
+        service.await_ready()
         yield Training(service, trainer, tmp_path)
         after = trainer.weights()["current"]["version"] + 1
         trainer.publish(load_model(engine.model)[0].state_dict(), after, directory=tmp_path)

@@ -56,7 +56,7 @@ def assert_sampled(session: Session, replies: Sequence[Sequence[int]], *, rows: 
 def test_a_tool_loop_of_gpt_oss_is_one_row_under_harmony(tmp_path: Path, redis_server: RedisServer) -> None:
     """Each call was a row: no rendering could be had without a generation prompt, and <|return|> stands in no history."""
     require_vllm()
-    from openai_harmony import HarmonyEncodingName, load_harmony_encoding
+    from openai_harmony import HarmonyEncodingName, load_harmony_encoding  # type: ignore[import-untyped]
 
     encoding = load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
 

@@ -21,7 +21,7 @@ import pytest
 from examples.vllm_server import VllmServer
 from proxy.engine.apis.evidence import START
 from proxy.engine.in_vllm.frames import ROUTE, SAMPLE
-from tests.end_to_end.test_closed_loop import read_metric, sampled, wait_until_it_samples
+from tests.support.engine.real_engine import read_metric, sampled, wait_until_it_samples
 from tests.support.engine.recording_relay import GENERATE, RecordingRelay
 from tests.support.engine.routers import running_router
 from tests.support.engine.scripted_experts import experts_of
@@ -99,7 +99,7 @@ def both_sides(vllm: VllmServer, redis_server: RedisServer) -> Iterator[tuple[Si
         for kind in (Side, Routes):
             relay = stack.enter_context(RecordingRelay(vllm.url, plugin=kind is Side))
             service = stack.enter_context(RunningService(relay.url, redis_server.url))
-            wait_until(lambda service=service: service.request("GET", "/readyz").status_code == 200, 120, "ready")
+            service.await_ready()
             made.append(kind(relay, service))
         yield made[0], made[1]
 
@@ -464,10 +464,12 @@ def test_a_reply_cut_in_the_middle_keeps_what_was_sampled(
             session, before = side.service.session(), sampled(vllm_server)
             with hanging_up(f"{session.base_url}/chat/completions", body, session.api_key):
                 wait_until_it_samples(vllm_server, before, 50)
-            wait_until(lambda session=session: are_recorded(session.calls, 1), 120, "the call is recorded")
+            wait_until(lambda: are_recorded(session.calls, 1), 120, "the call is recorded")  # noqa: B023
             if session.calls[0]["status"] != "finished":
                 break
         cut += session.calls
+        refused = [(item["tokens"], item["reason"]) for item in session.trajectories()[1]["quarantined"]]
+        assert refused == [(len(cut[-1]["completion_ids"]), "not_delivered")]
     for call in cut:
         assert (call["status"], call["finish_reason"], call["reply"]["role"]) == ("aborted", "abort", "assistant")
         ends = [end for _, _, end in call["weight_versions"]]
@@ -490,8 +492,8 @@ def test_a_cut_reply_is_recorded_whichever_api_server_samples_it(glm_server: Vll
     for number in range(1, 7):
         body = prompt | {"seed": number, "stream": number % 2 == 0}
         with hanging_up(f"{session.base_url}/chat/completions", body, session.api_key):
-            wait_until(lambda number=number: begun() == before + number, 60, "it has a token")
-        wait_until(lambda number=number: are_recorded(session.calls, number), 60, "the call is recorded")
+            wait_until(lambda: begun() == before + number, 60, "it has a token")  # noqa: B023
+        wait_until(lambda: are_recorded(session.calls, number), 60, "the call is recorded")  # noqa: B023
     calls = session.calls
     assert [(call["status"], call["finish_reason"]) for call in calls] == [("aborted", "abort")] * 6
     for call in calls:
@@ -501,7 +503,7 @@ def test_a_cut_reply_is_recorded_whichever_api_server_samples_it(glm_server: Vll
 def test_a_plugin_that_is_gone_after_a_restart_is_not_asked_again(vllm_server: VllmServer, redis_server: RedisServer) -> None:
     """The service met the engine with the plugin; the call that finds it gone is made over the three routes."""
     with RecordingRelay(vllm_server.url) as relay, RunningService(relay.url, redis_server.url) as service:
-        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "ready")
+        service.await_ready()
         replica = find_replica(service)
         assert (replica["plugin"], replica["trainable"], replica["takes_weights"], replica["notes"]) == (True, True, True, [])
         assert replica["version"] == httpx.get(f"{vllm_server.url}/version").json()["version"]
@@ -544,7 +546,7 @@ def test_two_engines_behind_vllms_router_serve_calls_and_take_no_weights(
         running_router("vllm_router", vllm_server.url, glm_server.url, policy="consistent_hash") as router,
         RunningService(router, redis_server.url, engine_session_header="X-Session-ID") as service,
     ):
-        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "ready")
+        service.await_ready()
         replica = find_replica(service)
         assert (replica["api"], replica["router"], replica["plugin"], replica["takes_weights"]) == ("token", True, False, False)
         for _ in range(4):
@@ -565,7 +567,7 @@ def test_the_plugin_behind_a_router_that_reads_json_alone_is_left_alone(
         running_router("vllm_router", vllm_server.url, policy="round_robin") as router,
         RunningService(router, redis_server.url) as service,
     ):
-        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "ready")
+        service.await_ready()
         assert find_replica(service)["router"] is False
         session = service.session()
         read = [ask(session, stream, [user("?")]) for stream in (False, True)]
@@ -582,7 +584,7 @@ def test_a_push_reaches_both_api_servers_and_each_token_is_of_the_version_it_nam
     checkpoints, judge = [tiny_model, make_tiny_model(tmp_path / "seed1", seed=1)], Judge()
     begun = partial(read_metric, glm_server, "time_to_first_token_seconds_count")
     with running_redis() as redis, RunningService(glm_server.url, redis.url) as service, ThreadPoolExecutor() as pool:
-        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "ready")
+        service.await_ready()
         sessions, before = [service.session() for _ in range(4)], begun()
         long = {"max_tokens": 600, "extra_body": {"ignore_eos": True}}
         asked = [pool.submit(session.answer, "count", **long) for session in sessions]

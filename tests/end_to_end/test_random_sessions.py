@@ -20,7 +20,7 @@ import pytest
 
 from examples.vllm_server import VllmServer
 from reconstruct.trajectory import Trajectory
-from tests.end_to_end.test_closed_loop import TOLERANCE, load, row_of
+from tests.support.engine.real_engine import TOLERANCE, load, row_of
 from tests.support.engine.recording_relay import Choice, RecordingRelay
 from tests.support.service.verbatim_process import ADMIN, Serving, wait_until
 from tests.support.sessions.random_harness import Done, RandomHarness
@@ -62,7 +62,7 @@ def model(tiny_model: Path) -> Any:
 @contextmanager
 def serving(relay: RecordingRelay, data_dir: Path, thinking: str) -> Iterator[Serving]:
     with Serving("--engine", relay.url, "--thinking", thinking, data_dir=data_dir, VERBATIM_STRICT_MODELS="true") as service:
-        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "ready")
+        service.await_ready()
         yield service
 
 
@@ -139,7 +139,7 @@ def assert_recorded(calls: list[dict[str, Any]], given: dict[str, Given]) -> Non
         prompt_ids, choice = given[call["call_id"]]
         assert call["prompt_ids"] == prompt_ids
         assert call["completion_ids"] == choice.token_ids
-        assert np.array_equal(np.float32(call["logprobs"]), np.float32(choice.logprobs))
+        assert np.array_equal(np.array(call["logprobs"], np.float32), np.array(choice.logprobs, np.float32))
 
 
 def assert_context(rows: list[Trajectory], given: dict[str, Given]) -> dict[str, list[int]]:

@@ -4,8 +4,7 @@ that expand images differently. The logprobs are recomputed by transformers from
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +13,11 @@ import pytest
 
 from examples.screen.tiny_vision_model import Family
 from proxy.engine.in_vllm.frames import SAMPLE
-from tests.support.engine.recording_relay import RecordingRelay
+from tests.support.engine.real_engine import TOLERANCE, reaching
 from tests.support.engine.scripted_images import url_of
 from tests.support.engine.vllm_server import VisionEngine
 from tests.support.service.redis_server import RedisServer
-from tests.support.service.running_service import RunningService, Session
+from tests.support.service.running_service import Session
 from tests.support.service.verbatim_process import TRAINER
 from tests.support.sessions.pictures import FAMILIES, digest_of, picture
 from trainer_client.media import MediaFiles
@@ -27,7 +26,6 @@ from trainer_client.wire import decode_trajectory
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-TOLERANCE = 1e-4
 SHOTS = (picture(1, 84, 140), picture(2, 168, 56), picture(3))
 BRIEF = {"chat_template_kwargs": {"enable_thinking": False}}
 """A random reply is no thinking, which a next turn would drop."""
@@ -46,17 +44,6 @@ def user(*parts: str | bytes) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def serving(
-    engine: VisionEngine, redis_server: RedisServer, *, plugin: bool
-) -> Iterator[tuple[RecordingRelay, RunningService]]:
-    with (
-        RecordingRelay(engine.url, plugin=plugin) as relay,
-        RunningService(relay.url, redis_server.url, engine_api="token") as service,
-    ):
-        yield relay, service
-
-
 def play(session: Session, *, stream: bool) -> list[dict[str, Any]]:
     """Two turns with images and one without; its calls."""
     history: list[Any] = []
@@ -72,7 +59,8 @@ def play(session: Session, *, stream: bool) -> list[dict[str, Any]]:
 
 def record(engine: VisionEngine, redis_server: RedisServer, *, plugin: bool, stream: bool) -> tuple[list[Any], Any, MediaFiles]:
     """The calls, the one row and its images. Call ids are alike, since templates may show them."""
-    with serving(engine, redis_server, plugin=plugin) as (relay, service), pytest.MonkeyPatch.context() as patch:
+    way = reaching("plugin" if plugin else "token", engine.url, redis_server.url)
+    with way as (relay, service), pytest.MonkeyPatch.context() as patch:
         ids = itertools.count(1)
         patch.setattr("proxy.call.run.new_call_id", lambda: f"{next(ids):024x}")
         session = service.session(sampling=SAMPLING)

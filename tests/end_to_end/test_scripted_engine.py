@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.engine.scripted_engine import Drop, Fail, Say, ScriptedEngine, logprobs_of
+from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.engine.template_families import FAMILIES, Family
 from tests.support.engine.template_markup import QWEN3
-from tests.support.service.running_service import hanging_up
 from tests.support.sessions.conversations import TOOLS
 
 GENERATE, CHAT = "/inference/v1/generate", "/v1/chat/completions"
@@ -28,17 +25,6 @@ WORLD = FAMILIES["qwen3"].encode("hello world")[-1]
 def client() -> Iterator[httpx.Client]:
     with httpx.Client(verify=False, timeout=60) as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[ScriptedEngine]:
-    with ScriptedEngine("qwen3", max_model_len=512) as engine:
-        yield engine
-
-
-@pytest.fixture
-def engine(running: ScriptedEngine) -> ScriptedEngine:
-    return running.reset()
 
 
 class Asking:
@@ -71,58 +57,9 @@ class Asking:
         return rendered
 
 
-@pytest.fixture
-def asking(engine: ScriptedEngine, client: httpx.Client) -> Asking:
-    return Asking(client, engine.url)
-
-
 def generate_body(asking: Asking, **sampling: Any) -> dict[str, Any]:
     rendered = asking.render()
     return {**rendered, "sampling_params": {**rendered["sampling_params"], "logprobs": 0, **sampling}, "return_token_ids": True}
-
-
-def test_it_answers_in_its_block_and_not_after_it(client: httpx.Client) -> None:
-    with ScriptedEngine("qwen3") as engine:
-        assert client.get(f"{engine.url}/health").status_code == 200
-    with pytest.raises(httpx.ConnectError):
-        client.get(f"{engine.url}/health")
-
-
-def test_a_script_decides_what_is_sampled_and_every_logprob_can_be_recomputed(engine: ScriptedEngine, asking: Asking) -> None:
-    body = generate_body(asking)
-    engine.say("hello world", Say(token_ids=[5, 6, engine.family.end_id]))
-    for expected in ([*engine.family.encode("hello world"), engine.family.end_id], [5, 6, engine.family.end_id]):
-        (choice,) = asking.post(GENERATE, body)["choices"]
-        assert choice["token_ids"] == expected
-        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-        assert logprobs == logprobs_of(body["token_ids"], expected)
-        assert all(logprob < 0 for logprob in logprobs)
-        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
-
-
-def test_a_callable_decides_by_the_request(engine: ScriptedEngine, asking: Asking) -> None:
-    engine.script = lambda generation, index: f"{generation.prompt.count('q')} {index}"
-    choices = asking.post(CHAT, {"model": "policy", "messages": QUESTION, "n": 2})["choices"]
-    assert [choice["message"]["content"] for choice in choices] == ["1 0", "1 1"]
-
-
-def test_without_a_script_the_prompt_and_the_seed_decide(engine: ScriptedEngine, asking: Asking) -> None:
-    ids = [asking.post(GENERATE, generate_body(asking, seed=seed))["choices"][0]["token_ids"] for seed in (1, 1, 2)]
-    assert ids[0] == ids[1] != ids[2]
-
-
-def test_a_stream_says_the_same_as_a_whole_answer(engine: ScriptedEngine, asking: Asking) -> None:
-    body = generate_body(asking)
-    engine.say(*["hello world"] * 2)
-    (whole,) = asking.post(GENERATE, body)["choices"]
-    events = asking.events(GENERATE, body)
-    pieces = [event["choices"][0] for event in events]
-    assert events[0]["prompt_token_ids"] == body["token_ids"]
-    assert all("prompt_token_ids" not in event for event in events[1:])
-    assert [token for piece in pieces for token in piece["token_ids"]] == whole["token_ids"]
-    assert [entry for piece in pieces for entry in piece["logprobs"]["content"]] == whole["logprobs"]["content"]
-    assert pieces[-1]["weight_versions"] == whole["weight_versions"]
-    assert all(piece["weight_versions"] is None for piece in pieces[:-1])
 
 
 @pytest.mark.parametrize(
@@ -133,133 +70,13 @@ def test_a_stream_says_the_same_as_a_whole_answer(engine: ScriptedEngine, asking
         ({"stop_token_ids": [WORLD]}, "hello world", "stop", WORLD),
     ],
 )
-def test_it_stops_as_vllm_does(
-    engine: ScriptedEngine, asking: Asking, sampling: dict[str, Any], ids: str, reason: str, stop: Any
-) -> None:
-    engine.say("hello world in Paris")
-    (choice,) = asking.post(GENERATE, generate_body(asking, **sampling))["choices"]
-    assert choice["token_ids"] == engine.family.encode(ids)
-    assert (choice["finish_reason"], choice["stop_reason"]) == (reason, stop)
-
-
-def test_a_further_stop_token_is_the_stop_reason(engine: ScriptedEngine, asking: Asking) -> None:
-    engine.say("hello<|endoftext|>")
-    (choice,) = asking.post(GENERATE, generate_body(asking))["choices"]
-    assert choice["stop_reason"] == engine.family.id_of("<|endoftext|>") == choice["token_ids"][-1]
-
-
-def test_an_abort_ends_a_call_with_what_was_sampled(engine: ScriptedEngine, asking: Asking) -> None:
-    gate = threading.Event()
-    engine.say(Say("hello world", gate=gate, gate_after=1))
-    body = {**generate_body(asking), "request_id": "mine"}
-    answers: list[Any] = []
-    call = threading.Thread(target=lambda: answers.append(asking.post(GENERATE, body)))
-    call.start()
-    engine.wait_for(lambda: bool(engine.generations) and len(engine.last.sampled.get(0, ())) == 1)
-    assert asking.post("/abort_requests", {"request_ids": ["generate-tokens-other"]})["status"] == "aborted"
-    assert not engine.last.aborted
-    asking.post("/abort_requests", {"request_ids": ["generate-tokens-mine"]})
-    call.join()
-    (choice,) = answers[0]["choices"]
-    assert choice["finish_reason"] == "abort"
-    assert choice["token_ids"] == engine.family.encode("hello")
-
-
-def test_a_pause_freezes_calls_and_the_new_weights_take_over_in_mid_reply(client: httpx.Client, tmp_path: Path) -> None:
+def test_it_stops_as_vllm_does(client: httpx.Client, sampling: dict[str, Any], ids: str, reason: str, stop: Any) -> None:
     with ScriptedEngine("qwen3") as engine:
         asking = Asking(client, engine.url)
-        assert asking.get("/weight_info") == {"weight_version": "default"}
-        asking.post("/update_weight_version", {"new_version": "0"})
-        gate = threading.Event()
-        engine.say(Say("hello world in Paris", gate=gate, gate_after=2))
-        body, answers = generate_body(asking), []
-        call = threading.Thread(target=lambda: answers.append(asking.post(GENERATE, body)))
-        call.start()
-        engine.wait_for(lambda: bool(engine.generations) and len(engine.last.sampled.get(0, ())) == 2)
-        assert asking.refused("/start_weight_update", {})[0] == 500, "not without a pause"
-        asking.post("/pause?mode=keep", {})
-        assert asking.get("/is_paused") == {"is_paused": True}
-        asking.post("/start_weight_update", {})
-        asking.post("/update_weights", {"update_info": {"path": str(tmp_path), "version": 1}})
-        asking.post("/finish_weight_update", {"weight_version": "1"})
-        gate.set()
-        time.sleep(0.2)
-        assert len(engine.last.sampled[0]) == 2
-        asking.post("/resume", {})
-        call.join()
-        (choice,) = answers[0]["choices"]
-        assert choice["weight_versions"] == [
-            {"version": "0", "start": 0, "end": 2},
-            {"version": "1", "start": 2, "end": 5},
-        ]
-        (loaded,) = asking.post("/collective_rpc", {"method": "verbatim_weights"})["results"]
-        nobody = {"group": None, "claimed_by": None, "begun": False, "logprob_mode": "raw_logprobs", "engine": loaded["engine"]}
-        nobody |= {"kind": "full", "root": None}
-        assert loaded == {"whole": True, "path": str(tmp_path), "version": 1, "updates": 1, "error": None, **nobody}
-        assert "/not/there" in prepare_nothing(asking)["results"][0]["error"]
-
-
-def prepare_nothing(asking: Asking) -> Any:
-    """The answer about a path that is not there, once it has been looked for."""
-    while True:
-        answer = asking.post("/collective_rpc", {"method": "verbatim_prepare", "args": ["ticket", "/not/there", "full"]})
-        if answer["results"][0]["done"]:
-            return answer
-
-
-def test_faults_happen_once_and_in_order(engine: ScriptedEngine, asking: Asking) -> None:
-    body = generate_body(asking)
-    engine.say(Fail(400, "no"), Drop(), Say("hello world", break_after=1))
-    assert asking.refused(GENERATE, body)[0] == 400
-    for _ in range(2):
-        with pytest.raises(httpx.RemoteProtocolError):
-            asking.post(GENERATE, body)
-    engine.fault(RENDER, Fail(503))
-    assert asking.refused(RENDER, {"messages": QUESTION})[0] == 503
-    assert asking.render()["token_ids"]
-
-
-def test_a_client_that_hangs_up_ends_its_call(engine: ScriptedEngine, asking: Asking) -> None:
-    body = generate_body(asking)
-    for stream in (False, True):
-        engine.say(Say("hello world", gate=threading.Event(), gate_after=1))
-        with hanging_up(engine.url + GENERATE, {**body, "stream": stream}):
-            engine.wait_for(lambda: bool(engine.sampler.running) and len(engine.last.sampled.get(0, ())) == 1)
-        engine.wait_for(lambda: engine.last.disconnected)
-        engine.wait_for(lambda: not engine.sampler.running)
-
-
-def test_a_plain_server_knows_one_route_and_returns_no_ids(client: httpx.Client) -> None:
-    with ScriptedEngine("qwen3", plain=True) as engine:
-        for path in ("/v1/models", "/health", "/weight_info"):
-            assert client.get(engine.url + path).status_code == 404
-        engine.say("hello")
-        body = {"model": "policy", "messages": QUESTION, "logprobs": True, "return_token_ids": True}
-        answer = Asking(client, engine.url).post(CHAT, body)
-        (choice,) = answer["choices"]
-        assert choice["message"]["content"] == "hello"
-        assert answer["prompt_token_ids"] is choice["token_ids"] is choice["logprobs"] is None
-
-
-def test_a_kill_breaks_open_connections(client: httpx.Client) -> None:
-    engine = ScriptedEngine("qwen3").start()
-    asking = Asking(client, engine.url)
-    body = generate_body(asking)
-    engine.say(Say("hello", gate=threading.Event()))
-    errors: list[Exception] = []
-
-    def call() -> None:
-        try:
-            asking.post(GENERATE, body)
-        except httpx.HTTPError as error:
-            errors.append(error)
-
-    calling = threading.Thread(target=call)
-    calling.start()
-    engine.wait_for(lambda: bool(engine.generations))
-    engine.stop()
-    calling.join()
-    assert len(errors) == 1
+        engine.say("hello world in Paris")
+        (choice,) = asking.post(GENERATE, generate_body(asking, **sampling))["choices"]
+    assert choice["token_ids"] == engine.family.encode(ids)
+    assert (choice["finish_reason"], choice["stop_reason"]) == (reason, stop)
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
@@ -281,7 +98,7 @@ def whole_message(asking: Asking, ids: list[int], request: dict[str, Any]) -> di
 
 def step_by_step(asking: Asking, ids: list[int], request: dict[str, Any], size: int) -> dict[str, Any]:
     """The message that a client puts together from derender's streaming steps of `size` tokens."""
-    state, message = None, {"role": "assistant", "content": "", "reasoning": "", "tool_calls": {}}
+    state, message = None, dict[str, Any](role="assistant", content="", reasoning="", tool_calls={})
     for start in range(0, len(ids), size):
         finish = "stop" if start + size >= len(ids) else None
         choice = {"index": 0, "token_ids": ids[start : start + size], "finish_reason": finish}
@@ -307,6 +124,14 @@ def plain(message: dict[str, Any]) -> dict[str, Any]:
         "reasoning": message.get("reasoning") or "",
         "calls": calls,
     }
+
+
+def prepare_nothing(asking: Asking) -> Any:
+    """The answer about a path that is not there, once it has been looked for."""
+    while True:
+        answer = asking.post("/collective_rpc", {"method": "verbatim_prepare", "args": ["ticket", "/not/there", "full"]})
+        if answer["results"][0]["done"]:
+            return answer
 
 
 # Beside a real vLLM: the same requests to both, answers of the same shape. Lists are compared by their first element,
@@ -618,12 +443,13 @@ def test_vllms_other_routes_answer_the_same(pair: tuple[Asking, Asking, Scripted
     assert_alike(ours.get("/v1/models"), theirs.get("/v1/models"))
     assert_alike(ours.get("/weight_info"), theirs.get("/weight_info"))
     assert ours.get("/is_paused") == theirs.get("/is_paused")
-    for path, body in (
+    asked: tuple[tuple[str, Any], ...] = (
         ("/tokenize", {"model": "policy", "prompt": "hello world", "return_token_strs": True}),
         ("/tokenize", {"model": "policy", "messages": QUESTION}),
         ("/detokenize", {"model": "policy", "tokens": [40, 41, 42]}),
         ("/abort_requests", {"request_ids": ["nobody"]}),
-    ):
+    )
+    for path, body in asked:
         assert ours.post(path, body) == theirs.post(path, body), path
     loaded = {"method": "verbatim_weights"}
     assert_alike(ours.post("/collective_rpc", loaded), theirs.post("/collective_rpc", loaded))

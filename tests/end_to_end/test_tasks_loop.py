@@ -61,7 +61,7 @@ async def test_an_agent_that_knows_the_keys_opens_every_door(engine: ScriptedEng
     assert [state.verdict and state.verdict.reward for state in states] == [1.0, 1.0], states
     assert [state.calls for state in states] == [3, 3]
     # What the agents were told of is what a trainer is given.
-    told = [state.verdict and state.verdict.metadata["completion_tokens"] for state in states]
+    told = [state.verdict.metadata["completion_tokens"] for state in states if state.verdict]
     leased = world.service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 1}).json()
     (group,) = leased["groups"]
     assert sorted(sum(row["loss_mask"]) for row in group["trajectories"]) == sorted(told)

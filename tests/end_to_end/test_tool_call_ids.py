@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from tests.support.engine.recording_relay import RecordingRelay
+from tests.support.engine.real_engine import reaching
 from tests.support.engine.vllm_server import running_vllm
 from tests.support.service.redis_server import RedisServer
-from tests.support.service.running_service import RunningService, wait_until
+from tests.support.service.running_service import RunningService
 from tests.support.sessions.engine_ids import with_engine_ids
 from tests.templates.native_families import TEMPLATES
 
@@ -29,6 +30,7 @@ TOOLS: list[Any] = [
         },
     }
 ]
+PATHS = ("plugin", "token", "chat")
 MARKUP = (
     *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CONTENT]", "[INST]", "[/INST]"),
     *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"),
@@ -73,26 +75,16 @@ def parser(request: pytest.FixtureRequest) -> str:
 def services(
     parser: str, model: Path, redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, RunningService]]:
-    """By path: the plugin, the three routes behind a relay that hides it, and the chat route."""
     flags = ["--tool-call-parser", parser, "--trust-request-chat-template"]
     # Mistral's reasoning parser wants tokens that only its thinking models have.
     flags += ["--reasoning-parser", parser] if parser == "kimi_k2" else []
-    with (
-        running_vllm(model, tmp_path_factory.mktemp(parser), *flags) as vllm,
-        RecordingRelay(vllm.url, plugin=True) as plugin,
-        RecordingRelay(vllm.url, plugin=False) as routes,
-        RunningService(plugin.url, redis_server.url) as planned,
-        RunningService(routes.url, redis_server.url) as rendered,
-        RunningService(routes.url, redis_server.url, engine_api="chat") as chat,
-    ):
-        services = {"plugin": planned, "routes": rendered, "chat": chat}
-        for service in services.values():
-            wait_until(lambda service=service: service.request("GET", "/readyz").status_code == 200, 120, "ready")
-        yield services
+    with running_vllm(model, tmp_path_factory.mktemp(parser), *flags) as vllm, ExitStack() as stack:
+        ways = {path: reaching(path, vllm.url, redis_server.url) for path in PATHS}
+        yield {path: stack.enter_context(way)[1] for path, way in ways.items()}
 
 
 @pytest.mark.case(61)
-@pytest.mark.parametrize("path", ["plugin", "routes", "chat"])
+@pytest.mark.parametrize("path", PATHS)
 def test_a_tool_loop_is_served_and_its_prompts_show_the_engines_own_ids(
     services: dict[str, RunningService], parser: str, model: Path, path: str
 ) -> None:

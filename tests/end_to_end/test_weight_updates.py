@@ -227,53 +227,6 @@ async def test_abort_cuts_replies_with_what_was_sampled_under_the_old_weights(
     assert judge.largest_error(checkpoint(2), new) < TOLERANCE
 
 
-def missing(_: Path, spoiled: Path) -> str:
-    shutil.rmtree(spoiled)
-    return "does not exist on the engine's machine"
-
-
-def empty(_: Path, spoiled: Path) -> str:
-    (spoiled / "model.safetensors").unlink()
-    return "has no *.safetensors"
-
-
-def cut_short(_: Path, spoiled: Path) -> str:
-    file = spoiled / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000])
-    return "is not a whole safetensors file"
-
-
-def not_safetensors(_: Path, spoiled: Path) -> str:
-    (spoiled / "model.safetensors").write_bytes(b"weights")
-    return "is not a whole safetensors file"
-
-
-def lacking_a_tensor(good: Path, spoiled: Path) -> str:
-    rewrite(good, spoiled, drop="model.layers.1.self_attn.k_proj.weight")
-    return "lacks model.layers.1.self_attn.k_proj.weight"
-
-
-def with_an_unknown_tensor(good: Path, spoiled: Path) -> str:
-    rewrite(good, spoiled, add=("model.layers.9.mlp.up_proj.weight", (4, 4)))
-    return "no place for model.layers.9.mlp.up_proj.weight"
-
-
-def with_a_wrong_shape(good: Path, spoiled: Path) -> str:
-    rewrite(good, spoiled, add=("model.layers.0.mlp.up_proj.weight", (4, 128)))
-    return "model.layers.0.mlp.up_proj.weight has shape [4, 128], the model [384, 128]"
-
-
-def with_integers(good: Path, spoiled: Path) -> str:
-    rewrite(good, spoiled, integers="model.norm.weight")
-    return "torch.int32 cannot become torch.float32"
-
-
-def lacking_a_shard(good: Path, spoiled: Path) -> str:
-    shard(good, spoiled)
-    (spoiled / "model-00002-of-00002.safetensors").unlink()
-    return "lacks model-00002-of-00002.safetensors, which its index names"
-
-
 def rewrite(
     good: Path, spoiled: Path, *, drop: str = "", add: tuple[str, tuple[int, ...]] | None = None, integers: str = ""
 ) -> None:
@@ -301,43 +254,52 @@ def shard(good: Path, target: Path) -> None:
     (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        missing,
-        empty,
-        cut_short,
-        not_safetensors,
-        lacking_a_tensor,
-        with_an_unknown_tensor,
-        with_a_wrong_shape,
-        with_integers,
-        lacking_a_shard,
-    ],
-    ids=lambda spoil: spoil.__name__,
-)
+def lose_a_shard(good: Path, spoiled: Path) -> None:
+    shard(good, spoiled)
+    (spoiled / "model-00002-of-00002.safetensors").unlink()
+
+
+FILE = "model.safetensors"
+KEY, UNKNOWN, UP = (f"model.layers.{name}.weight" for name in ("1.self_attn.k_proj", "9.mlp.up_proj", "0.mlp.up_proj"))
+SPOILED: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "missing": (lambda good, bad: shutil.rmtree(bad), "does not exist on the engine's machine"),
+    "empty": (lambda good, bad: (bad / FILE).unlink(), "has no *.safetensors"),
+    "cut short": (
+        lambda good, bad: (bad / FILE).write_bytes((good / FILE).read_bytes()[:-1000]),
+        "is not a whole safetensors file",
+    ),
+    "not safetensors": (lambda good, bad: (bad / FILE).write_bytes(b"weights"), "is not a whole safetensors file"),
+    "lacking a tensor": (lambda good, bad: rewrite(good, bad, drop=KEY), f"lacks {KEY}"),
+    "with an unknown tensor": (lambda good, bad: rewrite(good, bad, add=(UNKNOWN, (4, 4))), f"no place for {UNKNOWN}"),
+    "with a wrong shape": (
+        lambda good, bad: rewrite(good, bad, add=(UP, (4, 128))),
+        f"{UP} has shape [4, 128], the model [384, 128]",
+    ),
+    "with integers": (
+        lambda good, bad: rewrite(good, bad, integers="model.norm.weight"),
+        "torch.int32 cannot become torch.float32",
+    ),
+    "lacking a shard": (lose_a_shard, "lacks model-00002-of-00002.safetensors, which its index names"),
+}
+
+
 async def test_a_bad_checkpoint_is_named_and_the_old_weights_go_on(
-    spoil: Callable[[Path, Path], str],
-    service: Service,
-    vllm_url: str,
-    judge: Judge,
-    checkpoint: Callable[[int], Path],
-    tmp_path: Path,
+    service: Service, vllm_url: str, judge: Judge, checkpoint: Callable[[int], Path], tmp_path: Path
 ) -> None:
+    """One after the other, and at last the same version with a good one."""
     version = await pushed(service, checkpoint(1))
-    bad = tmp_path / "bad"
-    shutil.copytree(checkpoint(2), bad)
-    says = spoil(checkpoint(2), bad)
-    running = await begun(vllm_url, PROMPT, 60)
-    answer = await service.updater.push(version + 1, str(bad))
-    assert not answer["applied"]
-    assert says in answer["error"]
-    assert "\n" not in answer["error"]
-    assert service.pool.ready() == (True, "")
-    for said in (await running.task, await generate(vllm_url, PROMPT, 8)):
-        assert said.spans == [(str(version), 0, len(said.ids))]
-        assert judge.largest_error(checkpoint(1), said) < TOLERANCE
-    # The same version again, now with a good checkpoint.
+    for name, (spoil, says) in SPOILED.items():
+        bad = tmp_path / name
+        shutil.copytree(checkpoint(2), bad)
+        spoil(checkpoint(2), bad)
+        running = await begun(vllm_url, PROMPT, 60)
+        answer = await service.updater.push(version + 1, str(bad))
+        assert not answer["applied"], name
+        assert says in answer["error"] and "\n" not in answer["error"], name
+        assert service.pool.ready() == (True, "")
+        for said in (await running.task, await generate(vllm_url, PROMPT, 8)):
+            assert said.spans == [(str(version), 0, len(said.ids))], name
+            assert judge.largest_error(checkpoint(1), said) < TOLERANCE, name
     assert await pushed(service, checkpoint(2)) == version + 1
     assert judge.largest_error(checkpoint(2), await generate(vllm_url, PROMPT, 8)) < TOLERANCE
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,13 @@ from typing import Any
 import pytest
 
 from examples.vllm_server import VllmServer
-from tests.end_to_end.test_closed_loop import PLAIN, TOOLS, tool_turns
+from tests.end_to_end.test_closed_loop import TOOLS, tool_turns
 from tests.end_to_end.test_engines import states
 from tests.support.documents.engine_versions import Run, record
 from tests.support.engine.other_vllm import other_vllm
-from tests.support.engine.recording_relay import RecordingRelay
+from tests.support.engine.real_engine import PLAIN, reaching
 from tests.support.service.redis_server import RedisServer
-from tests.support.service.running_service import TRAINER, RunningService, Session, streamed_text, wait_until
+from tests.support.service.running_service import TRAINER, RunningService, Session, streamed_text
 from trainer_client import TrainerClient
 from trainer_client.client import Mode
 
@@ -47,19 +46,6 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of every version that was pushed: the engine keeps them from path to path."""
     return tmp_path_factory.mktemp("weights")
-
-
-@contextmanager
-def reaching(path: str, engine: VllmServer, redis_server: RedisServer) -> Iterator[RunningService]:
-    """A service that reaches the engine by the plugin, by the token routes, or as a chat server."""
-    redis_server.flushall()
-    api = "chat" if path == "chat" else "token"
-    with (
-        RecordingRelay(engine.url, plugin=path == "plugin") as relay,
-        RunningService(relay.url, redis_server.url, engine_api=api) as service,
-    ):
-        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 300, "ready")
-        yield service
 
 
 def read_replica(service: RunningService) -> dict[str, Any]:
@@ -114,7 +100,7 @@ def complete(session: Session, *, prompt: Any, stream: bool) -> None:
 
 
 PLAYS: dict[str, Callable[[Session], Any]] = {
-    "a loop of tools": lambda session: tool_turns(session, 4),  # type: ignore[arg-type]
+    "a loop of tools": lambda session: tool_turns(session, 4),
     "a loop of tools, streamed": lambda session: converse(session, stream=True, tools=TOOLS),
     "a conversation": lambda session: converse(session, stream=False),
     "a conversation, streamed": lambda session: converse(session, stream=True),
@@ -164,7 +150,7 @@ def play_all(service: RunningService, model: Path, weights: Path) -> tuple[dict[
 
 def push_all(service: RunningService, first: int, model: Path, weights: Path) -> list[str]:
     """The modes in which new weights came and the next reply was theirs, whole and streamed; versions count from `first`."""
-    pushed = []
+    pushed: list[str] = []
     with TrainerClient(service.url, TRAINER) as trainer:
         for mode, (version, state) in zip(MODES, _states_from(model, first), strict=False):
             assert trainer.publish(state, version, directory=weights, mode=mode).applied
@@ -186,7 +172,8 @@ def _states_from(model: Path, first: int) -> Iterator[tuple[int, dict[str, Any]]
 def test_every_session_is_exact_on_a_path_and_weights_can_be_pushed(
     engine: VllmServer, redis_server: RedisServer, tiny_model: Path, weights: Path, path: str
 ) -> None:
-    with reaching(path, engine, redis_server) as service:
+    redis_server.flushall()
+    with reaching(path, engine.url, redis_server.url) as (_, service):
         replica = read_replica(service)
         if path == "plugin" and not replica["plugin"]:
             pytest.skip(f"vLLM {VERSION} has no plugin")
@@ -205,7 +192,8 @@ def test_every_session_is_exact_on_a_path_and_weights_can_be_pushed(
 def test_one_session_is_exact_whole_and_streamed(
     engine: VllmServer, redis_server: RedisServer, tiny_model: Path, weights: Path
 ) -> None:
-    with reaching("token", engine, redis_server) as service:
+    redis_server.flushall()
+    with reaching("token", engine.url, redis_server.url) as (_, service):
         for stream in (False, True):
             session = service.session()
             converse(session, stream=stream, tools=TOOLS, stop=["zz"] if stream else None)

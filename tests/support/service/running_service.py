@@ -100,6 +100,9 @@ class RunningService:
         given = {"Authorization": f"Bearer {token}", **(headers or {})}
         return self._control.request(method, self.url + path, headers=given, **more)
 
+    def await_ready(self, seconds: float = 120) -> None:
+        wait_until(lambda: self.request("GET", "/readyz").status_code == 200, seconds, "ready")
+
     def session(self, *, max_retries: int = 0, **fields: Any) -> Session:
         self._sessions.append(Session(self, max_retries, fields))
         return self._sessions[-1]

@@ -11,13 +11,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 
 from tests import ROOT
 from tests.support.service import plain_http
 from tests.support.service.forked import ForkedVerbatim
+
+if TYPE_CHECKING:
+    from tests.support.service.running_service import Session
 
 COMMAND = [sys.executable, "-m", "cli.main"]
 ADMIN, TRAINER, NODE = "admin-of-the-test", "trainer-of-the-test", "node-of-the-test"
@@ -53,6 +56,7 @@ class Serving:
         kept["VERBATIM_ENGINE_CONNECT_SECONDS"] = "60"
         self.data_dir = data_dir
         self.stdout, self.stderr = "", ""
+        self._sessions: list[Session] = []
         self._wants_ready = ready
         command = ["serve", "--port", str(port), "--data-dir", str(data_dir), *args]
         streams: dict[str, Any] = {
@@ -120,6 +124,15 @@ class Serving:
             reader.join(120)
         return code
 
+    def session(self, **fields: Any) -> Session:
+        from tests.support.service.running_service import Session
+
+        self._sessions.append(Session(cast(Any, self), 0, fields))
+        return self._sessions[-1]
+
+    def await_ready(self, seconds: float = 120) -> None:
+        wait_until(lambda: self.request("GET", "/readyz").status_code == 200, seconds, "ready")
+
     def stop(self, number: int = signal.SIGTERM, within_seconds: float = 60.0) -> int:
         self.send(number)
         return self.exit_code(within_seconds)
@@ -132,6 +145,8 @@ class Serving:
             setattr(self, name, getattr(self, name) + line)
 
     def _end(self) -> None:
+        for session in self._sessions:
+            session.client.close()
         if not self.ended:
             self._process.kill()
             self._process.wait()
