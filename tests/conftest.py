@@ -4,6 +4,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.distributions import distributions
+from tests.support.engine.local_format import qwen3_format
 from tests.support.engine.scripted_fixtures import engine, engines, running, service, token_service
 from tests.support.engine.vllm_server import tiny_model, vision_engine, vllm_server, vllm_url
 from tests.support.engine.weight_fixtures import often_visited, unsampled, weights
@@ -17,6 +18,7 @@ __all__ = [
     "engine",
     "engines",
     "often_visited",
+    "qwen3_format",
     "redis_kind",
     "redis_server",
     "redis_url",
@@ -38,7 +40,7 @@ __all__ = [
 
 pytest_plugins = ("tests.support.failures", "tests.support.whole_run")
 # What is asserted in there says what was compared.
-pytest.register_assert_rewrite("tests.support.sessions.conversations")
+pytest.register_assert_rewrite("tests.support.engine.real_engine", "tests.support.sessions.conversations")
 
 # Other tests run engines beside these: a slow example says nothing about the code.
 settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from proxy.engine.apis.vllm import GENERATE
+from proxy.engine.apis.vllm_reply import GENERATE
 from tests.support.engine.scripted_engine import Say, ScriptedEngine, logprobs_of
 from tests.support.engine.template_families import FAMILIES
 from tests.support.service.redis_server import RedisServer
@@ -177,7 +177,7 @@ def test_two_services_of_one_store_that_see_an_engine_differently_record_one_ses
     one = running.enter_context(RunningService(engine.url, redis_server.url, engine_api="token"))
     two = running.enter_context(RunningService(url, redis_server.url, **other))
     session = one.session()
-    messages = [QUESTION]
+    messages: list[Any] = [QUESTION]
     for service, later in zip((one, two, one), [*MORE, None], strict=True):
         messages = [*messages, ask(service, session, messages), later]
     rows = check_rows(two, session, engine)

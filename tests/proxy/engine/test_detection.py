@@ -32,13 +32,8 @@ class Vllm(ScriptedEngine):
     def __init__(self, version: str | None) -> None:
         super().__init__("qwen3", updatable=False)
         self.version = version
-        kept = {("GET", "/v1/models"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions")}
+        kept = {("GET", "/v1/models"), ("GET", "/version"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions")}
         self._routes = {route: answer for route, answer in self._routes.items() if route in kept}
-        if version is not None:
-            self._routes["GET", "/version"] = self._version
-
-    async def _version(self, exchange: Exchange, body: Any) -> None:
-        await exchange.answer({"version": self.version})
 
 
 ENGINES: dict[str, Any] = {

@@ -42,7 +42,7 @@ class Spoiled(ScriptedEngine):
             self._routes[method, path] = self._spoiled(path, route, streamed_alone)
 
     def _spoiled(self, path: str, route: Any, streamed_alone: bool) -> Any:
-        async def answer(exchange: Exchange, body: Any) -> None:
+        async def answer(exchange: Exchange, body: Any) -> Any:
             asked = exchange.method == "GET" or bool(body)
             if path not in self.spoil or not asked or (streamed_alone and not body.get("stream")):
                 return await route(exchange, body)

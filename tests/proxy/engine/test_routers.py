@@ -166,7 +166,7 @@ class WithPlugin(ScriptedEngine):
         self.refused = 0
         self._routes |= {("GET", ROUTE): self._about}
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
         if scope["path"] != SAMPLE:
             return await super().__call__(scope, receive, send)
         exchange = Exchange(scope, receive, send)

@@ -117,7 +117,7 @@ def _check_record(call: dict[str, Any], generation: Generation) -> None:
     assert call["status"] in ("finished", "failed") or not whole, f"a whole reply is recorded as {call['status']}: {call}"
     assert call["prompt_ids"] == prompt_ids, f"call {call['call_id']} has another prompt"
     assert ids == (said if whole else said[: len(ids)]), f"call {call['call_id']} has other tokens"
-    assert np.array_equal(np.float32(call["logprobs"]), np.float32(logprobs_of(prompt_ids, ids)))
+    assert np.array_equal(np.array(call["logprobs"], np.float32), np.array(logprobs_of(prompt_ids, ids), np.float32))
 
 
 def _check_replies(told: Told, kept: Mapping[str, Kept]) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -202,7 +203,7 @@ class CrashRounds:
         ]
         return set(self._told.groups) - {group_id for step in done for group_id in step["groups"]}
 
-    def _steps(self) -> list[dict[str, list[str]]]:
+    def _steps(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self._journal.read_text().splitlines()]
 
     @property

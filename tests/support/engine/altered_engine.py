@@ -5,7 +5,7 @@ engine.alter = lambda answer: ...     # a whole answer or the data of one event,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tests.support.engine.scripted_engine import Exchange, Route, ScriptedEngine
@@ -36,13 +36,13 @@ class AlteredEngine(ScriptedEngine):
         async def answer(exchange: Exchange, body: Any) -> None:
             whole, event = exchange.answer, exchange.event
 
-            async def answer_altered(told: Any, status: int = 200) -> None:
-                await whole(self._changed(told), status)
+            async def answer_altered(told: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+                await whole(self._changed(told), status, headers)
 
             async def send_altered(data: Any) -> None:
                 await event(self._changed(data))
 
-            exchange.answer, exchange.event = answer_altered, send_altered  # type: ignore[method-assign]
+            exchange.answer, exchange.event = answer_altered, send_altered  # type: ignore[assignment, method-assign]
             await route(exchange, body)
 
         async def answer_calls(exchange: Exchange, body: Any) -> None:

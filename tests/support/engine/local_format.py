@@ -23,6 +23,11 @@ def require_renderers() -> None:
         pytest.importorskip("transformers", reason="transformers is not installed")
 
 
+@pytest.fixture(scope="session")
+def qwen3_format(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_format("qwen3", tmp_path_factory.mktemp("format"))
+
+
 def write_format(family: str, folder: Path) -> Path:
     from transformers import PreTrainedTokenizerFast
 

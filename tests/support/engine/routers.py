@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import httpx
 
@@ -30,8 +30,7 @@ def running_router(program: Literal["vllm_router", "sglang_router"], *engines: s
     url = f"http://127.0.0.1:{port}"
     argv = [sys.executable, "-m", *PROGRAMS[program], "--port", str(port), "--prometheus-port", str(free_port())]
     argv += ["--worker-startup-check-interval", "1", "--policy", policy, "--worker-urls", *engines]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    router = subprocess.Popen(argv, start_new_session=True, **quiet)
+    router = subprocess.Popen(argv, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_until(lambda: _list_workers(url) == len(engines), 120, f"{program} has found its engines")
         yield url
@@ -48,17 +47,17 @@ def _list_workers(url: str) -> int:
     return sum(worker["is_healthy"] for worker in healthy)
 
 
-class Balancer:
-    """nginx before `engines`; `how` is its directive for choosing one, "" in turn. Each request goes over a connection of its own."""
+class Nginx:
+    """nginx with what stands in its `http` block, where PORT is its own; it answers /health with 200."""
 
-    def __init__(self, folder: Path, engines: Sequence[str], how: str = "") -> None:
-        self._folder, self._how, self._port = folder, how, free_port()
+    def __init__(self, folder: Path, http: str) -> None:
+        self._folder, self._port = folder, free_port()
         self.url = f"http://127.0.0.1:{self._port}"
-        self._nginx = [require("nginx"), "-e", "stderr", "-c", str(folder / "nginx.conf")]
-        self._write(engines)
+        self._command = [require("nginx"), "-e", "stderr", "-c", str(folder / "nginx.conf")]
+        self._configure(http)
 
-    def __enter__(self) -> Balancer:
-        self._process = subprocess.Popen(self._nginx, stderr=subprocess.DEVNULL)
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(self._command, stderr=subprocess.DEVNULL)
         wait_until(self._answers, 60, "nginx answers")
         return self
 
@@ -66,21 +65,14 @@ class Balancer:
         self._process.terminate()
         self._process.wait(60)
 
-    def balance(self, engines: Sequence[str]) -> None:
-        """From now on, without a pause."""
-        self._write(engines)
-        subprocess.run([*self._nginx, "-s", "reload"], check=True, stderr=subprocess.DEVNULL)
-
-    def _write(self, engines: Sequence[str]) -> None:
+    def _configure(self, http: str) -> None:
         user = "user root;" if os.geteuid() == 0 else ""
         kept = "".join(
             f"{kind}_temp_path {self._folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
         )
-        servers = "".join(f"server {engine.removeprefix('http://')};" for engine in engines)
         (self._folder / "nginx.conf").write_text(f"""
             daemon off; worker_processes 1; pid {self._folder}/nginx.pid; error_log stderr crit; {user} events {{ }}
-            http {{ access_log off; {kept} upstream engines {{ {self._how} {servers} }}
-              server {{ listen 127.0.0.1:{self._port}; location / {{ proxy_pass http://engines; proxy_buffering off; }} }} }}
+            http {{ access_log off; {kept} {http.replace("PORT", str(self._port))} }}
         """)
 
     def _answers(self) -> bool:
@@ -88,3 +80,21 @@ class Balancer:
             return httpx.get(f"{self.url}/health").status_code == 200
         except httpx.TransportError:
             return False
+
+
+class Balancer(Nginx):
+    """Before `engines`; `how` is its directive for choosing one, "" in turn. Each request goes over a connection of its own."""
+
+    def __init__(self, folder: Path, engines: Sequence[str], how: str = "") -> None:
+        self._how = how
+        super().__init__(folder, self._before(engines))
+
+    def balance(self, engines: Sequence[str]) -> None:
+        """From now on, without a pause."""
+        self._configure(self._before(engines))
+        subprocess.run([*self._command, "-s", "reload"], check=True, stderr=subprocess.DEVNULL)
+
+    def _before(self, engines: Sequence[str]) -> str:
+        servers = "".join(f"server {engine.removeprefix('http://')};" for engine in engines)
+        place = "location / { proxy_pass http://engines; proxy_buffering off; }"
+        return f"upstream engines {{ {self._how} {servers} }} server {{ listen 127.0.0.1:PORT; {place} }}"

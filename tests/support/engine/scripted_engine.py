@@ -343,7 +343,7 @@ class ScriptedEngine:
             # Connections that came after the others were broken: it takes three turns of the loop to make one, and another to abort it.
             for _ in range(5):
                 for connection in list(server.server_state.connections):
-                    connection.transport.abort()  # type: ignore[union-attr]
+                    connection.transport.abort()
                 await asyncio.sleep(0)
 
         asyncio.run(serve())
@@ -361,7 +361,7 @@ class ScriptedEngine:
     def _break_everything(self) -> None:
         assert self._server is not None
         for connection in list(self._server.server_state.connections):
-            connection.transport.abort()  # type: ignore[union-attr]
+            connection.transport.abort()
 
     @property
     def port(self) -> int:

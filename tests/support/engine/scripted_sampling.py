@@ -182,7 +182,7 @@ class _Choice:
         self._index = index
         self._say = say
         self._ids = generation.sampled.setdefault(index, [])
-        self._script = _script_ids(sampler.family, say)
+        self._script = script_ids(sampler.family, say)
         self._state = zlib.crc32(struct.pack(f"<{len(generation.prompt_ids)}i", *generation.prompt_ids))
         sampling = generation.sampling
         room = max_model_len - len(generation.prompt_ids)
@@ -278,7 +278,7 @@ class _Choice:
         return [{"version": version, "start": start, "end": end} for (version, start), end in spans] if self._starts else None
 
 
-def _script_ids(family: Family, say: Say) -> list[int]:
+def script_ids(family: Family, say: Say) -> list[int]:
     if say.token_ids is not None:
         return list(say.token_ids)
     ids = family.encode(say.text)

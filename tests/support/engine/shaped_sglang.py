@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from tests.support.engine.scripted_engine import Exchange, ScriptedEngine
-from tests.support.engine.scripted_sampling import POLL_SECONDS, logprobs_of
+from tests.support.engine.scripted_sampling import POLL_SECONDS, Generation, Say, logprobs_of, script_ids
 from tests.support.engine.scripted_wire import model_list
 
 ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
@@ -34,7 +34,9 @@ class Shaped:
 
 
 class ShapedSglang(ScriptedEngine):
-    """`newer`: 0.5.23, else 0.5.5. `label`: its weight version; `model_path`: the checkpoint it says it loaded. `refuses`: what the next
+    """Samples what it is told to `shape`, else what it is told to `say`, of whose gates none opens.
+
+    `newer`: 0.5.23, else 0.5.5. `label`: its weight version; `model_path`: the checkpoint it says it loaded. `refuses`: what the next
     load is refused with; `keeps_cache`: how often its cache cannot be flushed, by the next load to begin with; `stays_paused`: how often it
     fails to go on. `holds`: the checkpoint in its workers."""
 
@@ -94,17 +96,35 @@ class ShapedSglang(ScriptedEngine):
         if not body.get("input_ids"):
             message = "Either text, input_ids or input_embeds should be provided."
             return await exchange.answer({"error": {"message": message}}, 400)
-        is_aside = self.is_aside(exchange.headers)
-        if not is_aside:
-            self.bodies.append(body)
+        generation = self._note(exchange, body)
         window, count = self.window or 8192, len(body["input_ids"])
         if count >= window:
             message = f"The input ({count} tokens) is longer than the model's context length ({window} tokens)."
             return await self._refuse(exchange, body, message)
-        count = body["sampling_params"].get("n") or 1
-        choices = [Shaped([7]) if is_aside else self._shaped.popleft() for _ in range(count)]
-        await (self._stream if body["stream"] else self._whole)(exchange, body, choices)
+        choices = [self._choose(generation, index) for index in range(generation.n)]
+        await (self._stream if body["stream"] else self._whole)(exchange, generation, choices)
         return None
+
+    def _note(self, exchange: Exchange, body: Any) -> Generation:
+        asked = {"path": exchange.path, "body": body, "headers": exchange.headers, "request_id": body["rid"]}
+        given = {
+            "prompt_ids": body["input_ids"],
+            "prompt": self.family.decode(body["input_ids"]),
+            "messages": None,
+            "tools": [],
+        }
+        generation = Generation(**asked, **given, sampling=body["sampling_params"], stream=body["stream"])
+        if not self.is_aside(exchange.headers):
+            self.bodies.append(body)
+            self.generations.append(generation)
+        return generation
+
+    def _choose(self, generation: Generation, index: int) -> Shaped:
+        if self._shaped and not self.is_aside(generation.headers):
+            return self._shaped.popleft()
+        said = self.reply_to(generation, index)
+        assert isinstance(said, Say)
+        return Shaped(script_ids(self.family, said), waits_after=said.gate_after if said.gate else None)
 
     async def _refuse(self, exchange: Exchange, body: Any, message: str) -> None:
         """In a stream an error is an event: by then HTTP 200 is said."""
@@ -116,31 +136,33 @@ class ShapedSglang(ScriptedEngine):
         await exchange.event({"error": told})
         await exchange.close_stream()
 
-    async def _whole(self, exchange: Exchange, body: Any, choices: Sequence[Shaped]) -> None:
+    async def _whole(self, exchange: Exchange, generation: Generation, choices: Sequence[Shaped]) -> None:
         answers = []
-        for choice in choices:
-            said, finish = await self._sampled(body, choice)
-            answers.append(self._answer(body, choice, said, 0, finish))
+        for index, choice in enumerate(choices):
+            said, finish = await self._sampled(generation, index, choice)
+            answers.append(self._answer(generation.body, choice, said, 0, finish))
         await exchange.answer(answers if len(answers) > 1 else answers[0])
 
-    async def _stream(self, exchange: Exchange, body: Any, choices: Sequence[Shaped]) -> None:
+    async def _stream(self, exchange: Exchange, generation: Generation, choices: Sequence[Shaped]) -> None:
         """Two tokens an event, and the finish with the last."""
+        body = generation.body
         await exchange.open_stream()
         for index, choice in enumerate(choices):
             head = list(choice.ids[: choice.waits_after])
             for told in range(2, len(head) + (choice.waits_after is not None), 2):
                 await exchange.event({**self._answer(body, choice, head[:told], told - 2, None), "index": index})
-            said, finish = await self._sampled(body, choice)
+            said, finish = await self._sampled(generation, index, choice)
             sent = (len(said) - 1) // 2 * 2 if choice.waits_after is None else len(head) // 2 * 2
             await exchange.event({**self._answer(body, choice, said, sent, finish), "index": index})
         await exchange.close_stream()
 
-    async def _sampled(self, body: Any, choice: Shaped) -> tuple[list[int], dict[str, Any]]:
+    async def _sampled(self, generation: Generation, index: int, choice: Shaped) -> tuple[list[int], dict[str, Any]]:
+        said = generation.sampled[index] = list(choice.ids[: choice.waits_after])
         if choice.waits_after is None:
-            return list(choice.ids), choice.finish or {"type": "stop", "matched": choice.ids[-1]}
-        while body["rid"] not in self.aborted:
+            return said, choice.finish or {"type": "stop", "matched": said[-1]}
+        while generation.request_id not in self.aborted:
             await asyncio.sleep(POLL_SECONDS)
-        return list(choice.ids[: choice.waits_after]), ABORTED
+        return said, ABORTED
 
     def _answer(
         self, body: dict[str, Any], choice: Shaped, said: list[int], sent: int, finish: dict[str, Any] | None
@@ -149,7 +171,7 @@ class ShapedSglang(ScriptedEngine):
         start = sent if self.incremental and body["stream"] else 0
         logprobs = logprobs_of(body["input_ids"], said)
         label = self.label_at_end if finish is not None and self.label_at_end is not None else self.label
-        entries = [[logprob, token, None] for logprob, token in zip(logprobs, said, strict=True)][start:]
+        entries: list[list[Any]] = [[logprob, token, None] for logprob, token in zip(logprobs, said, strict=True)][start:]
         meta = {
             "id": body["rid"],
             "finish_reason": finish,
@@ -158,7 +180,7 @@ class ShapedSglang(ScriptedEngine):
             "input_token_logprobs": [],
             "output_token_logprobs": entries,
             "completion_tokens": len(said),
-            "cached_tokens": 3,
+            "cached_tokens": self.cached_tokens,
         }
         if body["top_logprobs_num"]:
             meta["output_top_logprobs"] = [[entry, [entry[0] - 1, 7, None]] for entry in entries]

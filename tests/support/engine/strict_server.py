@@ -88,8 +88,8 @@ class StrictServer(ScriptedEngine):
         base: str = "/v1",
     ) -> None:
         super().__init__(max_model_len=131072)
-        self.words, self.refuses, self.refuses_streamed = words, frozenset(refuses), frozenset(refuses_streamed)
-        self._key, self._models, self._chat = key, models, CompletionCalls(self, ids=ids).chat
+        self.words, self.not_taken, self.not_streamed = words, frozenset(refuses), frozenset(refuses_streamed)
+        self._key, self._names, self._chat = key, models, CompletionCalls(self, ids=ids).chat
         self._known = CHAT_FIELDS | ({"return_token_ids"} if ids else frozenset())
         self._busy: deque[str] = deque()
         self._routes = {("POST", f"{base}/chat/completions"): self._guard(self._answer)}
@@ -115,7 +115,7 @@ class StrictServer(ScriptedEngine):
         return answer
 
     async def _list(self, exchange: Exchange, body: Any) -> None:
-        await exchange.answer({"object": "list", "data": [{"id": name, "object": "model"} for name in self._models]})
+        await exchange.answer({"object": "list", "data": [{"id": name, "object": "model"} for name in self._names]})
 
     async def _answer(self, exchange: Exchange, body: Any) -> None:
         if self.is_aside(exchange.headers):
@@ -125,9 +125,9 @@ class StrictServer(ScriptedEngine):
         if self._busy:
             told = _error("Rate limit reached for requests per min (RPM): Limit 3, Used 3.")[1]
             return await exchange.answer(told, 429, {"retry-after": self._busy.popleft()})
-        if body["model"] not in self._models:
+        if body["model"] not in self._names:
             return await exchange.answer(_error(f"The model `{body['model']}` does not exist", "model")[1], 404)
-        not_taken = self.refuses | (self.refuses_streamed if body.get("stream") else frozenset())
+        not_taken = self.not_taken | (self.not_streamed if body.get("stream") else frozenset())
         if unknown := [field for field in body if field not in self._known or field in not_taken]:
             status, refusal = WORDS[self.words](unknown)
             return await exchange.answer(refusal, status)

@@ -15,7 +15,7 @@ import torch
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 
-class ToldTokens(AdapterLogitsProcessor):  # type: ignore[misc]
+class ToldTokens(AdapterLogitsProcessor):
     def __init__(self, vllm_config: Any, *args: Any) -> None:
         super().__init__(vllm_config, *args)
         self._replies: list[list[int]] = json.loads((Path(vllm_config.model_config.model) / "told.json").read_text())

@@ -50,7 +50,7 @@ def _stand_in_for_videos() -> None:
     from transformers.models.auto.video_processing_auto import AutoVideoProcessor
     from transformers.video_processing_utils import VideoProcessorMixin
 
-    class NoVideos(VideoProcessorMixin):  # type: ignore[misc]
+    class NoVideos(VideoProcessorMixin):
         """What a processor asks of its video processor before there is a video."""
 
         merge_size = 2

@@ -6,7 +6,6 @@ The engine is the scripted one; it is never asked to render or to read anything.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +17,12 @@ import pytest
 from proxy.engine.apis.chat_format import ControlTokens
 from tests.support.engine.local_format import QWEN3, TEMPLATE, require_renderers, write_format
 from tests.support.engine.scripted_engine import Generation, Say, ScriptedEngine
+from tests.support.engine.scripted_fixtures import Running
 from tests.support.engine.template_families import FAMILIES
 from tests.support.service.redis_server import RedisServer, running_redis
-from tests.support.service.running_service import RunningService, hanging_up, streamed_text, wait_until
+from tests.support.service.running_service import RunningService, streamed_text, wait_until
 from tests.support.sessions.conversations import (
-    CAPTURED,
     TOOLS,
-    assemble,
     assert_sampled_as_recorded,
     said_of,
     tool_result,
@@ -33,93 +31,30 @@ from tests.support.sessions.conversations import (
 
 require_renderers()
 
-RENDERING = ("/v1/chat/completions", "/v1/chat/completions/render", "/v1/chat/completions/derender", "/inference/v1/generate")
+
+def serve(engine: ScriptedEngine, redis: RedisServer, model: Path | str, options: dict[str, Any] = QWEN3) -> RunningService:
+    return RunningService(engine.url, redis.url, engine_api="completions", renderer=str(model), renderer_options=options)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_format("qwen3", tmp_path_factory.mktemp("format"))
-
-
-@pytest.fixture(scope="module")
-def running(redis_server: RedisServer, model: Path) -> Iterator[tuple[ScriptedEngine, dict[str, RunningService]]]:
-    with redis_server.client() as client:
-        client.flushall()
+def running(redis_server: RedisServer, qwen3_format: Path) -> Iterator[Running]:
+    redis_server.flushall()
     with (
         ScriptedEngine("qwen3") as engine,
-        RunningService(
-            engine.url, redis_server.url, engine_api="completions", renderer=str(model), renderer_options=QWEN3
-        ) as qwen3,
-        RunningService(
-            engine.url, redis_server.url, engine_api="completions", renderer=str(model), renderer_options=TEMPLATE
-        ) as template,
+        serve(engine, redis_server, qwen3_format) as qwen3,
+        serve(engine, redis_server, qwen3_format, TEMPLATE) as template,
     ):
         yield engine, {"qwen3": qwen3, "template": template}
 
 
-@pytest.fixture
-def engine(running: tuple[ScriptedEngine, dict[str, RunningService]]) -> Iterator[ScriptedEngine]:
-    engine = running[0].reset()
-    yield engine
-    asked = [request.path for request in engine.received if request.body]
-    assert not set(asked) & set(RENDERING), "an engine of this kind renders and reads nothing"
-
-
 @pytest.fixture(params=["qwen3", "template"])
-def service(request: pytest.FixtureRequest, running: tuple[ScriptedEngine, dict[str, RunningService]]) -> RunningService:
+def service(request: pytest.FixtureRequest, running: Running) -> RunningService:
     return running[1][request.param]
 
 
 @pytest.fixture
-def qwen3(running: tuple[ScriptedEngine, dict[str, RunningService]]) -> RunningService:
+def qwen3(running: Running) -> RunningService:
     return running[1]["qwen3"]
-
-
-@pytest.fixture
-def template(running: tuple[ScriptedEngine, dict[str, RunningService]]) -> RunningService:
-    return running[1]["template"]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_harness_gets_the_text_and_the_store_the_ids(engine: ScriptedEngine, service: RunningService, stream: bool) -> None:
-    engine.say("hello world")
-    session = service.session()
-    if stream:
-        text, chunks = streamed_text(session.ask("q", stream=True, stream_options={"include_usage": True}))
-        usage = chunks[-1].usage
-    else:
-        answer = session.ask("q")
-        text, usage = answer.choices[0].message.content, answer.usage
-    assert text == "hello world"
-    (call,) = session.calls
-    assert_sampled_as_recorded(engine, [call])
-    assert call["prompt_ids"] == engine.family.render([turn("user", "q")])
-    assert call["completion_ids"] == [*engine.family.encode("hello world"), engine.family.end_id]
-    assert (usage.prompt_tokens, usage.completion_tokens) == (len(call["prompt_ids"]), len(call["completion_ids"]))
-    assert (call["api"], call["status"], call["finish_reason"]) == ("completions", "finished", "stop")
-    assert call["weight_versions"] == [[0, 0, len(call["completion_ids"])]]
-
-
-def test_a_session_of_tool_calls_is_one_row(engine: ScriptedEngine, service: RunningService) -> None:
-    """The second reply is split otherwise than the tokenizer would split it, and is kept so."""
-    spoken = engine.family.speak(reasoning="think", calls=[("lookup", {"key": "alpha"})])
-    fishing = [*engine.family.encode("fish"), *engine.family.encode("ing"), engine.family.end_id]
-    engine.say(spoken, Say(token_ids=fishing), "hello")
-    session = service.session()
-    message = session.answer("look", tools=TOOLS)
-    assert message["tool_calls"][0]["function"] == {"name": "lookup", "arguments": '{"key": "alpha"}'}
-    assert message["reasoning_content"].strip() == "think"
-    history = [turn("user", "look"), message, tool_result(message, "it is 7")]
-    answer = session.answer(history, tools=TOOLS)
-    assert answer["content"] == "fishing"
-    first, second = session.calls
-    assert_sampled_as_recorded(engine, [first, second])
-    assert second["prompt_ids"][: len(said_of(first))] == said_of(first)
-    assert second["parent_id"] == first["call_id"]
-    rows, accounting = session.trajectories()
-    assert len(rows) == 1
-    assert rows[0]["token_ids"] == said_of(second)
-    assert accounting["exported_tokens"] == accounting["sampled_tokens"] > 0
 
 
 def test_a_conversation_goes_on_where_thinking_is_off(engine: ScriptedEngine, service: RunningService) -> None:
@@ -132,29 +67,6 @@ def test_a_conversation_goes_on_where_thinking_is_off(engine: ScriptedEngine, se
     assert second["parent_id"] == first["call_id"]
     assert second["prompt_ids"][: len(said_of(first))] == said_of(first)
     assert len(session.trajectories()[0]) == 1
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        {"content": "it is sunny", "reasoning": "think step by step"},
-        {"content": "", "calls": [("lookup", {"key": "alpha"})]},
-        {"content": "look it up", "reasoning": "think", "calls": [("lookup", {"key": "a"}), ("lookup", {"key": "b"})]},
-    ],
-    ids=["reasoning", "tool call", "all"],
-)
-def test_streamed_capture_equals_unstreamed_capture(
-    engine: ScriptedEngine, service: RunningService, said: dict[str, Any]
-) -> None:
-    engine.say(*[engine.family.speak(**said)] * 2)
-    whole, streamed = service.session(), service.session()
-    message = whole.answer("q", tools=TOOLS)
-    assembled = assemble(streamed.ask("q", tools=TOOLS, stream=True))
-    (one,), (other,) = whole.calls, streamed.calls
-    assert {name: one[name] for name in CAPTURED} == {name: other[name] for name in CAPTURED}
-    assert assembled.get("content") == message.get("content")
-    told = [call["function"] for call in assembled.get("tool_calls") or ()]
-    assert told == [call["function"] for call in message.get("tool_calls") or ()]
 
 
 def test_the_engine_is_told_all_that_has_a_say(engine: ScriptedEngine, qwen3: RunningService) -> None:
@@ -183,16 +95,6 @@ def test_every_choice_is_a_call_and_stop_texts_leave_the_text_but_not_the_ids(
     assert "or" in engine.family.decode(calls[0]["completion_ids"])
 
 
-def test_logprobs_reach_the_harness_when_it_asks(engine: ScriptedEngine, qwen3: RunningService) -> None:
-    engine.say("hello world")
-    session = qwen3.session()
-    content = session.ask("q", logprobs=True, top_logprobs=2).choices[0].logprobs.content
-    (call,) = session.calls
-    assert [entry.logprob for entry in content] == call["logprobs"]
-    assert "".join(entry.token for entry in content) == "hello world<|im_end|>"
-    assert {len(entry.top_logprobs) for entry in content} == {2}
-
-
 def test_a_call_that_cannot_be_read_is_told_as_text(engine: ScriptedEngine, qwen3: RunningService) -> None:
     broken = '<tool_call>\n{"name": "lookup", "arguments": {\n</tool_call>'
     engine.say(f"see{broken}", f"see{broken}")
@@ -217,21 +119,6 @@ def test_arguments_that_are_no_object_are_rendered_as_vllm_renders_them(
     assert '"arguments": {}' in engine.family.decode(malformed["prompt_ids"])
 
 
-def test_a_tool_call_is_text_where_no_tool_was_offered(engine: ScriptedEngine, qwen3: RunningService) -> None:
-    engine.say(*[engine.family.speak(calls=[("lookup", {"key": "a"})])] * 2)
-    session = qwen3.session()
-    for asked in ({}, {"tools": TOOLS, "tool_choice": "none"}):
-        message = session.answer("q", **asked)
-        assert message["content"].startswith("<tool_call>")
-        assert "tool_calls" not in message
-
-
-def test_without_parallel_calls_the_harness_gets_the_first(engine: ScriptedEngine, qwen3: RunningService) -> None:
-    engine.say(engine.family.speak(calls=[("lookup", {"key": key}) for key in ("a", "b")]))
-    message = qwen3.session().answer("q", tools=TOOLS, parallel_tool_calls=False)
-    assert [call["function"]["arguments"] for call in message["tool_calls"]] == ['{"key": "a"}']
-
-
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
@@ -249,7 +136,7 @@ def test_what_cannot_be_done_is_refused(
     with pytest.raises(openai.BadRequestError) as raised:
         session.ask("q", **asked)
     assert raised.value.param == param
-    assert session.calls == engine.generations == []
+    assert (session.calls, engine.generations) == ([], [])
 
 
 def test_a_template_that_refuses_a_history_refuses_the_request(engine: ScriptedEngine, qwen3: RunningService) -> None:
@@ -257,12 +144,6 @@ def test_a_template_that_refuses_a_history_refuses_the_request(engine: ScriptedE
     with pytest.raises(openai.BadRequestError, match="has the role 'oracle'"):
         session.ask([turn("oracle", "q")])
     assert session.calls == []
-
-
-def test_a_prompt_too_long_for_the_window_is_refused(engine: ScriptedEngine, qwen3: RunningService) -> None:
-    with pytest.raises(openai.BadRequestError) as raised:
-        qwen3.session().ask("cat " * 9000)
-    assert raised.value.code == "context_length_exceeded"
 
 
 def test_a_prompt_of_text_goes_on_from_its_reply(engine: ScriptedEngine, qwen3: RunningService) -> None:
@@ -280,30 +161,6 @@ def test_a_prompt_of_text_goes_on_from_its_reply(engine: ScriptedEngine, qwen3: 
     assert {call["api"] for call in (one, two)} == {"completions"}
 
 
-def test_tokens_are_counted_as_a_call_would_have_them(engine: ScriptedEngine, qwen3: RunningService) -> None:
-    session = qwen3.session()
-    body = {"model": "policy", "messages": [turn("user", "how many")], "max_tokens": 9}
-    with openai.OpenAI(base_url=session.base_url, api_key=session.api_key) as client:
-        counted = client.post("/messages/count_tokens", body=body, cast_to=object)
-    session.ask("how many")
-    assert counted == {"input_tokens": len(session.calls[0]["prompt_ids"])}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_is_cut_keeps_what_was_sampled(engine: ScriptedEngine, qwen3: RunningService, stream: bool) -> None:
-    said, gate = "hello world the cat is in the ring", threading.Event()
-    engine.say(Say(said, gate=gate, gate_after=3))
-    session = qwen3.session()
-    body = {"model": "policy", "messages": [turn("user", "q")], "stream": stream}
-    with hanging_up(session.base_url + "/chat/completions", body, session.api_key):
-        engine.wait_for(lambda: bool(engine.generations) and len(engine.last.sampled.get(0, ())) >= 3)
-    wait_until(lambda: [call["status"] for call in session.calls] == ["aborted"], 120, "the cut call is recorded")
-    gate.set()
-    (call,) = session.calls
-    assert call["finish_reason"] == "abort"
-    assert call["completion_ids"] == engine.family.encode(said)[:3]
-
-
 def test_a_reply_that_breaks_off_is_recorded_and_not_taken_for_whole(engine: ScriptedEngine, qwen3: RunningService) -> None:
     engine.say(Say("hello world the cat", break_after=2))
     session = qwen3.session()
@@ -313,11 +170,13 @@ def test_a_reply_that_breaks_off_is_recorded_and_not_taken_for_whole(engine: Scr
     assert (call["status"], len(call["completion_ids"])) == ("failed", 2)
 
 
-def test_an_engine_that_returns_no_ids_is_served_flagged_and_never_trained(redis_server: RedisServer, model: Path) -> None:
+def test_an_engine_that_returns_no_ids_is_served_flagged_and_never_trained(
+    redis_server: RedisServer, qwen3_format: Path
+) -> None:
     with (
         ScriptedEngine("qwen3", ids=False) as engine,
         running_redis() as redis,
-        RunningService(engine.url, redis.url, engine_api="completions", renderer=str(model), renderer_options=QWEN3) as service,
+        serve(engine, redis, qwen3_format) as service,
     ):
         engine.say(engine.family.speak(calls=[("lookup", {"key": "a"})]))
         session = service.session()
@@ -339,14 +198,14 @@ def test_an_engine_that_returns_no_ids_is_served_flagged_and_never_trained(redis
         assert chunks[-1].usage.completion_tokens == len(engine.family.encode(text)) + 1
 
 
-def test_an_engine_that_samples_after_another_prompt_is_an_error(redis_server: RedisServer, model: Path) -> None:
+def test_an_engine_that_samples_after_another_prompt_is_an_error(qwen3_format: Path) -> None:
     def shorten(generation: Generation, index: int) -> None:
         generation.prompt_ids.pop()
 
     with (
         ScriptedEngine("qwen3") as engine,
         running_redis() as redis,
-        RunningService(engine.url, redis.url, engine_api="completions", renderer=str(model), renderer_options=QWEN3) as service,
+        serve(engine, redis, qwen3_format) as service,
     ):
         engine.script = shorten
         session = service.session()
@@ -366,14 +225,12 @@ def test_an_engine_that_samples_after_another_prompt_is_an_error(redis_server: R
     ids=["no model", "not known by its name", "no such renderer", "no such option"],
 )
 def test_a_renderer_that_cannot_be_had_is_named_by_every_call(
-    model: Path, caplog: pytest.LogCaptureFixture, renderer: str | None, options: dict[str, Any], reason: str
+    qwen3_format: Path, caplog: pytest.LogCaptureFixture, renderer: str | None, options: dict[str, Any], reason: str
 ) -> None:
     with (
         ScriptedEngine("qwen3") as engine,
         running_redis() as redis,
-        RunningService(
-            engine.url, redis.url, engine_api="completions", renderer=renderer or str(model), renderer_options=options
-        ) as service,
+        serve(engine, redis, renderer or qwen3_format, options) as service,
     ):
         wait_until(lambda: "cannot be used" in caplog.text, 60, "the log says it at the start")
         for _ in range(2):

@@ -16,7 +16,7 @@ from openai import APIError, APIStatusError
 
 from proxy.engine.apis.vllm import find_stop
 from proxy.engine.replica import Replica
-from tests.support.engine.older_vllm import OlderVllm
+from tests.support.engine.older_vllm import OlderVllm, tell_less
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session, streamed_text
@@ -142,10 +142,10 @@ def test_weights_that_change_in_mid_reply_leave_its_version_unknown(engines: Any
 @pytest.mark.parametrize("token", ["", "hello", "token_id:-1"])
 def test_a_logprob_that_names_no_id_is_an_error(engines: Any, stream: bool, token: str) -> None:
     engine, session = opened(engines, "0.29.0")
-    alter = engine.alter
+    assert isinstance(engine, OlderVllm)
 
     def spoil(answer: dict[str, Any]) -> dict[str, Any] | None:
-        made = alter(answer)
+        made = tell_less(answer)
         for choice in (made or {}).get("choices", ()):
             for entry in (choice.get("logprobs") or {}).get("content") or ():
                 entry["token"] = token
@@ -154,7 +154,6 @@ def test_a_logprob_that_names_no_id_is_an_error(engines: Any, stream: bool, toke
     engine.alter = spoil
     with pytest.raises(APIError, match="does not say of which token id"):
         list(session.ask("q", stream=stream))
-    engine.alter = alter
     assert session.calls == []
 
 

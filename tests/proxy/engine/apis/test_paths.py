@@ -1,4 +1,4 @@
-"""What both paths to the engine owe a harness beside text: cached tokens, counts, one call at a time, and a clear word on images."""
+"""What the token path and the chat path tell of a reply while it grows, and how a call on them ends that is cut."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -19,100 +18,23 @@ from proxy.engine.wire.http import EngineHttp
 from tests.support.engine.scripted_answers import Live, call_deltas
 from tests.support.engine.scripted_calls import SamplingCalls
 from tests.support.engine.scripted_engine import ScriptedEngine
-from tests.support.engine.scripted_fixtures import Running
-from tests.support.engine.scripted_sampling import POLL_SECONDS, Fail, Say
+from tests.support.engine.scripted_fixtures import Running, both_paths
+from tests.support.engine.scripted_sampling import POLL_SECONDS, Say
 from tests.support.service.redis_server import RedisServer
-from tests.support.service.running_service import RunningService, Session, streamed_text
-from tests.support.sessions.conversations import TOOLS, tool_result, turn
+from tests.support.service.running_service import RunningService, streamed_text
+from tests.support.sessions.conversations import TOOLS, turn
 
 
 @pytest.fixture(scope="module")
 def running(redis_server: RedisServer) -> Iterator[Running]:
     """Without signs of life, which would begin a stream, too."""
-    with redis_server.client() as client:
-        client.flushall()
-    with (
-        ScriptedEngine("qwen3") as engine,
-        ScriptedEngine("qwen3", plain=True) as plain,
-        RunningService(engine.url, redis_server.url, engine_api="token", keepalive_seconds=0) as token,
-        RunningService(engine.url, redis_server.url, engine_api="chat", keepalive_seconds=0) as chat,
-        RunningService(plain.url, redis_server.url, engine_api="chat") as bare,
-    ):
-        yield engine, {"token": token, "chat": chat, "plain": bare}
+    with both_paths(redis_server, keepalive_seconds=0) as running:
+        yield running
 
 
 @pytest.fixture
 def services(running: Running) -> dict[str, RunningService]:
     return running[1]
-
-
-def post(session: Session, path: str, body: dict[str, Any]) -> httpx.Response:
-    base = session.base_url.removesuffix("/v1")
-    return httpx.post(base + path, json=body, headers={"Authorization": f"Bearer {session.api_key}"}, timeout=120)
-
-
-def count(session: Session, **body: Any) -> httpx.Response:
-    return post(session, "/v1/messages/count_tokens", {"model": "policy", "messages": [turn("user", "q")], **body})
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_usage_tells_of_cached_tokens(engine: ScriptedEngine, service: RunningService, stream: bool) -> None:
-    engine.cached_tokens = 3
-    session = service.session()
-    if stream:
-        usage = list(session.ask("q", stream=True, stream_options={"include_usage": True}))[-1].usage
-    else:
-        usage = session.ask("q").usage
-    assert usage.prompt_tokens_details.cached_tokens == 3
-    assert usage.total_tokens == sum(len(session.calls[0][name]) for name in ("prompt_ids", "completion_ids"))
-
-
-def test_a_count_is_that_of_the_prompt_a_call_would_have(engine: ScriptedEngine, service: RunningService) -> None:
-    session = service.session()
-    tools = [{"name": "lookup", "description": "Looks a key up.", "input_schema": {"type": "object", "properties": {}}}]
-    for fields in ({}, {"system": "Be brief."}, {"tools": tools}):
-        counted = count(session, **fields)
-        assert counted.status_code == 200, counted.text
-        body = {"model": "policy", "max_tokens": 9, "messages": [turn("user", "q")], **fields}
-        asked = post(session, "/v1/messages", body)
-        assert asked.status_code == 200, asked.text
-        assert counted.json()["input_tokens"] == len(engine.last.prompt_ids)
-    assert len(session.calls) == 3, "counting records nothing"
-
-
-def test_an_engine_that_cannot_count_is_said_not_to(services: dict[str, RunningService]) -> None:
-    session = services["plain"].session()
-    refused = count(session)
-    assert refused.status_code == 400
-    assert "cannot count tokens" in refused.json()["error"]["message"]
-    assert session.calls == []
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_without_parallel_calls_the_first_is_all_the_harness_sees_and_goes_on_from(
-    engine: ScriptedEngine, services: dict[str, RunningService], stream: bool
-) -> None:
-    """The ids stay as they were sampled: both calls."""
-    calls = [("lookup", {"key": key}) for key in ("alpha", "beta")]
-    engine.say(engine.family.speak(calls=calls), "hello")
-    session = services["token"].session()
-    asked = {"tools": TOOLS, "parallel_tool_calls": False}
-    if stream:
-        chunks = list(session.ask("q", stream=True, **asked))
-        told = [call for chunk in chunks for choice in chunk.choices for call in choice.delta.tool_calls or ()]
-        assert {call.index for call in told} == {0}
-        message = session.calls[0]["reply"]
-    else:
-        message = session.answer("q", **asked)
-    assert [call["function"]["arguments"] for call in message["tool_calls"]] == ['{"key": "alpha"}']
-    session.answer([turn("user", "q"), message, tool_result(message, "1")], **asked)
-    first, second = session.calls
-    assert first["completion_ids"] == engine.family.encode(engine.family.speak(calls=calls))
-    assert second["prompt_ids"][: len(first["prompt_ids"]) + len(first["completion_ids"])] == [
-        *first["prompt_ids"],
-        *first["completion_ids"],
-    ]
-    assert len(session.trajectories()[0]) == 1
 
 
 def test_with_parallel_calls_all_of_them_come(engine: ScriptedEngine, service: RunningService) -> None:
@@ -295,17 +217,6 @@ def test_a_call_that_is_cut_before_its_engine_samples_is_answered(
         with pytest.raises(openai.APIStatusError):
             answer.result()
     assert not any(call["completion_ids"] for call in session.calls)
-
-
-def test_an_engine_that_reports_an_error_with_status_200_is_not_believed(
-    engine: ScriptedEngine, service: RunningService
-) -> None:
-    session = service.session()
-    for route in ("/inference/v1/generate", "/v1/chat/completions"):
-        engine.fault(route, Fail(200, "out of memory"))
-    with pytest.raises(openai.APIStatusError, match="out of memory"):
-        session.ask("q")
-    assert session.calls == []
 
 
 def test_a_call_that_is_cut_is_recorded_though_its_engine_does_not_say_its_version(

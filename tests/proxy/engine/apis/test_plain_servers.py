@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -166,6 +167,15 @@ def test_tool_calls_that_come_without_position_and_id_are_told_as_they_are_recor
         (call,) = session.calls
         assert told == call["reply"]["tool_calls"]
         assert [each["id"] for each in told] == [f"call_{call['call_id']}_{position}" for position in (0, 1)]
+
+
+def test_that_it_cannot_count_tokens_is_said(service: RunningService) -> None:
+    session = service.session()
+    body = {"model": "policy", "messages": [turn("user", "q")]}
+    refused = httpx.post(f"{session.base_url}/messages/count_tokens", json=body, headers={"x-api-key": session.api_key})
+    assert refused.status_code == 400
+    assert "cannot count tokens" in refused.json()["error"]["message"]
+    assert session.calls == []
 
 
 def test_a_context_too_long_is_said_in_the_harnesss_words(service: RunningService) -> None:

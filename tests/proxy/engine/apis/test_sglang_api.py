@@ -11,51 +11,40 @@ import openai
 import pytest
 
 from proxy.engine.apis import sglang
-from tests.support.engine.local_format import QWEN3, require_renderers, write_format
-from tests.support.engine.scripted_sampling import logprobs_of
+from tests.support.engine.local_format import QWEN3, require_renderers
 from tests.support.engine.shaped_sglang import Shaped, ShapedSglang
 from tests.support.engine.template_families import FAMILIES
 from tests.support.service.redis_server import running_redis
-from tests.support.service.running_service import RunningService, Session, hanging_up, streamed_text, wait_until
-from tests.support.sessions.conversations import TOOLS, said_of, tool_result, turn
+from tests.support.service.running_service import RunningService, Session, streamed_text, wait_until
 
 require_renderers()
 
 FAMILY = FAMILIES["qwen3"]
 Opened = tuple[ShapedSglang, RunningService]
 
-KINDS: dict[str, dict[str, Any]] = {
-    "0.5.23": {},
-    "0.5.23 incremental": {"incremental": True},
-    "0.5.5": {"newer": False},
-}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_format("qwen3", tmp_path_factory.mktemp("format"))
-
 
 @contextmanager
-def both(model: Path, kind: dict[str, Any]) -> Iterator[Opened]:
+def both(qwen3_format: Path, kind: dict[str, Any]) -> Iterator[Opened]:
     """An SGLang and a service with a store of its own: one store has one line of weight versions."""
     with (
         ShapedSglang(**kind) as engine,
         running_redis() as redis,
-        RunningService(engine.url, redis.url, engine_api="sglang", renderer=str(model), renderer_options=QWEN3) as service,
+        RunningService(
+            engine.url, redis.url, engine_api="sglang", renderer=str(qwen3_format), renderer_options=QWEN3
+        ) as service,
     ):
         yield engine, service
 
 
 @pytest.fixture
-def opened(model: Path) -> Iterator[Callable[..., Opened]]:
+def opened(qwen3_format: Path) -> Iterator[Callable[..., Opened]]:
     """Makes them for one test, which may change the engine's weights."""
     with ExitStack() as stack:
-        yield lambda **kind: stack.enter_context(both(model, kind))
+        yield lambda **kind: stack.enter_context(both(qwen3_format, kind))
 
 
 @pytest.fixture(scope="module")
-def kept(model: Path) -> Iterator[Callable[..., Opened]]:
+def kept(qwen3_format: Path) -> Iterator[Callable[..., Opened]]:
     """Makes one of a kind for all tests, none of which changes its weights."""
     made: dict[str, Opened] = {}
     with ExitStack() as stack:
@@ -63,7 +52,7 @@ def kept(model: Path) -> Iterator[Callable[..., Opened]]:
         def open_both(**kind: Any) -> Opened:
             name = str(kind)
             if name not in made:
-                made[name] = stack.enter_context(both(model, kind))
+                made[name] = stack.enter_context(both(qwen3_format, kind))
             engine, service = made[name]
             return engine.reset(), service
 
@@ -78,41 +67,6 @@ def ask(session: Session, stream: bool, **fields: Any) -> str:
     if stream:
         return streamed_text(session.ask("q", stream=True, **fields))[0]
     return session.ask("q", **fields).choices[0].message.content or ""
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_ids_logprobs_and_versions_are_recorded_as_they_were_sampled(
-    kept: Callable[..., Opened], kind: str, stream: bool
-) -> None:
-    engine, service = kept(**KINDS[kind])
-    engine.shape(Shaped(ids("hello world the cat")))
-    session = service.session()
-    assert ask(session, stream) == "hello world the cat"
-    (call,) = session.calls
-    assert (call["api"], call["status"], call["finish_reason"], call["stop_reason"]) == ("sglang", "finished", "stop", None)
-    assert call["prompt_ids"] == engine.bodies[0]["input_ids"] == FAMILY.render([turn("user", "q")])
-    assert call["completion_ids"] == ids("hello world the cat")
-    assert call["logprobs"] == logprobs_of(call["prompt_ids"], call["completion_ids"])
-    assert call["weight_versions"] == [[0, 0, len(call["completion_ids"])]]
-    assert engine.bodies[0]["rid"] == call["call_id"]
-
-
-def test_a_session_of_tool_calls_is_one_row(kept: Callable[..., Opened]) -> None:
-    engine, service = kept()
-    fishing = [*FAMILY.encode("fish"), *FAMILY.encode("ing"), FAMILY.end_id]
-    spoken = FAMILY.speak(reasoning="think", calls=[("lookup", {"key": "alpha"})])
-    engine.shape(Shaped(FAMILY.encode(spoken)), Shaped(fishing))
-    session = service.session()
-    message = session.answer("look", tools=TOOLS)
-    assert message["tool_calls"][0]["function"] == {"name": "lookup", "arguments": '{"key": "alpha"}'}
-    assert message["reasoning_content"] == "think"
-    assert session.answer([turn("user", "look"), message, tool_result(message, "7")], tools=TOOLS)["content"] == "fishing"
-    first, second = session.calls
-    assert second["prompt_ids"][: len(said_of(first))] == said_of(first)
-    rows, accounting = session.trajectories()
-    assert [row["token_ids"] for row in rows] == [said_of(second)]
-    assert accounting["exported_tokens"] == accounting["sampled_tokens"] > 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -176,7 +130,7 @@ def test_a_token_whose_weights_are_not_known_is_never_trained(
 
 def test_an_engine_that_was_just_started_is_given_version_0(opened: Callable[..., Opened]) -> None:
     engine, service = opened(label="default")
-    wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "ready")
+    service.await_ready()
     assert engine.label == "0"
 
 
@@ -216,49 +170,6 @@ def test_an_engine_that_does_not_tell_its_window_samples_to_its_end(kept: Callab
     engine.shape(Shaped(ids("hello")))
     service.session().ask("q")
     assert engine.bodies[0]["sampling_params"]["max_new_tokens"] is None
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_every_choice_is_a_call_of_its_own(kept: Callable[..., Opened], stream: bool) -> None:
-    engine, service = kept()
-    engine.shape(Shaped(ids("hello world")), Shaped(ids("the cat")))
-    session = service.session()
-    answer = session.ask("q", n=2, stream=stream)
-    if stream:
-        told = {0: "", 1: ""}
-        for chunk in answer:
-            for choice in chunk.choices:
-                told[choice.index] += choice.delta.content or ""
-        assert told == {0: "hello world", 1: "the cat"}
-    else:
-        assert [choice.message.content for choice in answer.choices] == ["hello world", "the cat"]
-    assert [call["completion_ids"] for call in session.calls] == [ids("hello world"), ids("the cat")]
-    assert engine.bodies[0]["sampling_params"]["n"] == 2
-
-
-def test_logprobs_reach_the_harness_when_it_asks(kept: Callable[..., Opened]) -> None:
-    engine, service = kept()
-    engine.shape(Shaped(ids("hello world")))
-    session = service.session()
-    content = session.ask("q", logprobs=True, top_logprobs=2).choices[0].logprobs.content
-    assert [entry.logprob for entry in content] == session.calls[0]["logprobs"]
-    assert "".join(entry.token for entry in content) == "hello world<|im_end|>"
-    assert [len(entry.top_logprobs) for entry in content] == [2] * len(content)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_call_that_is_cut_keeps_what_was_sampled(kept: Callable[..., Opened], kind: str, stream: bool) -> None:
-    engine, service = kept(**KINDS[kind])
-    engine.shape(Shaped(ids("hello world the cat is in the ring"), waits_after=3))
-    session = service.session()
-    body = {"model": "policy", "messages": [turn("user", "q")], "stream": stream}
-    with hanging_up(session.base_url + "/chat/completions", body, session.api_key):
-        wait_until(lambda: bool(engine.bodies), 120, "the engine was asked")
-    wait_until(lambda: [call["status"] for call in session.calls] == ["aborted"], 120, "the cut call is recorded")
-    (call,) = session.calls
-    assert call["completion_ids"] == ids("hello world the cat is in the ring")[:3]
-    assert engine.aborted == {call["call_id"]}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -358,7 +269,7 @@ def test_an_engine_that_rolled_back_is_given_the_current_weights_before_it_serve
     engine.received.clear()
     pushed = service.request("POST", "/weights", json={"version": 2, "path": "/models/torn", "mode": mode})
     assert not pushed.json()["applied"]
-    wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 60, "ready")
+    service.await_ready()
     loads = [request.body["model_path"] for request in engine.received if request.path == "/update_weights_from_disk"]
     assert loads == ["/models/torn", "/models/1"]
     assert (engine.label, engine.paused) == ("1", False)
@@ -390,6 +301,6 @@ def test_an_engine_that_does_not_tell_of_its_pause_is_resumed_when_it_returns(
     engine.stays_paused = 1
     pushed = service.request("POST", "/weights", json={"version": 1, "path": "/models/1"}).json()
     assert pushed["applied"] and "not now" in next(iter(pushed["replicas"].values()))["error"]
-    wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 120, "it serves again")
+    service.await_ready()
     assert (engine.label, engine.paused) == ("1", False)
     assert engine.paths().count("/update_weights_from_disk") == 1

@@ -90,7 +90,7 @@ def test_what_is_refused_of_one_model_is_left_out_for_that_model_alone(redis_ser
             return session.client.chat.completions.create(model=model, messages=[{"role": "user", "content": "q"}])
 
         ask("reasons")
-        server.refuses = frozenset()
+        server.not_taken = frozenset()
         ask("talks")
         ask("reasons")
         told = [(body["model"], "logprobs" in body, "top_logprobs" in body) for body in server.bodies()]
@@ -164,7 +164,7 @@ class Shaped(ScriptedEngine):
 
 
 def test_ids_are_read_under_sglangs_names(redis_server: RedisServer) -> None:
-    entries = [{"token": text, "logprob": -0.5, "top_logprobs": []} for text in ("hel", "lo", "")]
+    entries: list[Any] = [{"token": text, "logprob": -0.5, "top_logprobs": []} for text in ("hel", "lo", "")]
     choice = {"index": 0, "message": {"role": "assistant", "content": "hello"}, "finish_reason": "stop", "matched_stop": 2}
     choice |= {"logprobs": {"content": entries}, "response_token_ids": [7, 8, 2], "prompt_token_ids": [1, 5, 6]}
     usage = {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}

@@ -176,8 +176,7 @@ def engine(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module")
 def service(engine: ScriptedEngine, redis_server: RedisServer) -> Any:
-    with redis_server.client() as client:
-        client.flushall()
+    redis_server.flushall()
     with RunningService(engine.url, redis_server.url) as service:
         yield service
 

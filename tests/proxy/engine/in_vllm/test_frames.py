@@ -16,6 +16,7 @@ from proxy.engine.in_vllm.frames import (
     DoneFrame,
     EndFrame,
     FailedFrame,
+    Frame,
     FrameDecoder,
     PieceFrame,
     PlanFrame,
@@ -30,7 +31,7 @@ from proxy.engine.in_vllm.frames import (
 )
 from reconstruct.records import pack_ids
 
-FRAMES = [
+FRAMES: list[Frame] = [
     PlanFrame(3, to_bytes(pack_ids([4, 5])), 2, b"", "edited", None, True, 7, 0, {"temperature": 1.0}),
     PieceFrame(
         0, to_bytes(pack_ids([1])), np.array([-0.5], "<f4").tobytes(), {"content": "é"}, Tops(1, b"\1\0\0\0", b"\0\0\0\0")
@@ -44,7 +45,7 @@ FRAMES = [
 
 @given(st.lists(st.integers(0, 400), max_size=12))
 def test_frames_survive_however_the_bytes_are_split(cuts: list[int]) -> None:
-    data = b"".join(map(write_frame, FRAMES))
+    data = b"".join(write_frame(frame) for frame in FRAMES)
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     decoder, read = FrameDecoder(), []
     for start, end in pairwise(edges):

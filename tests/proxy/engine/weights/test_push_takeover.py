@@ -248,7 +248,7 @@ async def test_a_process_whose_lock_ran_out_does_not_resume_what_may_be_anothers
 async def test_a_lock_that_runs_out_goes_to_the_next_with_a_greater_fence(weights: WeightStore) -> None:
     """The first holder can neither renew it nor make its version current, and is told so."""
     async with PushLock(weights, "", 0.2, 0.0) as stale:
-        stale._renewal.cancel()  # type: ignore[union-attr]
+        stale._renewal.cancel()
         async with PushLock(weights, "", 30.0, 20.0) as fresh:
             assert fresh.fence > stale.fence
             with pytest.raises(StoreUnavailable, match="could not be renewed"):

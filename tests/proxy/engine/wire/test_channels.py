@@ -10,7 +10,7 @@ import json
 import socket
 import ssl
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -97,7 +97,7 @@ async def channels(
         made.close()
 
 
-Answer = Callable[[Channels, str], Awaitable[bytes]]
+Answer = Callable[[Channels, str], Coroutine[Any, Any, bytes]]
 
 
 async def read_all(got: EngineResponse) -> bytes:
@@ -466,7 +466,7 @@ async def test_an_answer_that_was_hung_up_on_is_not_whole_though_it_would_have_e
 async def test_an_engine_waits_for_a_reader_that_is_slow() -> None:
     size, sent = 32 << 20, []
 
-    async def script(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size)
         for _ in range(32):
             writer.write(bytes(1 << 20))

@@ -102,13 +102,14 @@ def test_files_that_cannot_be_used_stop_the_start_and_are_named(ours: Authority,
     other = ours.issue("other")[1]
     broken = tmp_path / "broken"
     broken.write_text("none")
-    for fields, says in (
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
         ({"engine_ca_file": tmp_path / "absent"}, "absent cannot be used: No such file"),
         ({"engine_ca_file": broken}, "broken cannot be used"),
         ({"engine_client_cert": cert}, "its key"),
         ({"engine_client_cert": key}, "no PEM file of the kind"),
         ({"engine_client_cert": tmp_path}, "cannot be used: No such file"),
         ({"engine_client_cert": joined(tmp_path / "mixed.pem", cert, other)}, "mixed.pem cannot be used"),
-    ):
+    )
+    for fields, says in refused:
         with pytest.raises(ValidationError, match=says):
             Settings(**fields)

@@ -4,68 +4,36 @@ sessions what the operator wants it to."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import httpx
 import pytest
 from openai import InternalServerError
 
+from tests.support.engine.routers import Nginx
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
-from tests.support.machine import require
 from tests.support.service.faulty_wire import FaultyWire
-from tests.support.service.redis_server import RedisServer, free_port
-from tests.support.service.running_service import RunningService, streamed_text, wait_until
+from tests.support.service.redis_server import RedisServer
+from tests.support.service.running_service import RunningService, streamed_text
 
 ASKED = [{"role": "user", "content": "hello"}]
-CONFIGURATION = """
-daemon off; worker_processes 1; pid {folder}/nginx.pid; error_log stderr crit; {user}
-events {{ }}
-http {{
-  access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/fastcgi;
-  uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi; default_type application/json; keepalive_timeout 0;
-  server {{
-    listen 127.0.0.1:{port};
-    location = /health {{ return 200; }}
-    location = /v1/models {{ return 200 '{{"data": [{{"id": "policy", "max_model_len": 8192}}]}}'; }}
-    location = /weight_info {{ return 404; }}
-    location = /v1/chat/completions/render {{ if ($content_length = 2) {{ return 400; }} return 200 '{{"token_ids": [1, 2, 3]}}'; }}
-    # A service that looks for routes posts two bytes.
-    location / {{ if ($content_length = 2) {{ return 400; }} return 429 'no more today'; }}
-  }}
-}}
+REFUSING = """
+default_type application/json; keepalive_timeout 0;
+server {
+  listen 127.0.0.1:PORT;
+  location = /health { return 200; }
+  location = /v1/models { return 200 '{"data": [{"id": "policy", "max_model_len": 8192}]}'; }
+  location = /weight_info { return 404; }
+  location = /v1/chat/completions/render { if ($content_length = 2) { return 400; } return 200 '{"token_ids": [1, 2, 3]}'; }
+  # A service that looks for routes posts two bytes.
+  location / { if ($content_length = 2) { return 400; } return 429 'no more today'; }
+}
 """
-
-
-@contextmanager
-def refusing_nginx(folder: Path) -> Iterator[str]:
-    """The URL of a gateway that answers every call at its head, and closes the connection."""
-    port = free_port()
-    user = "user root;" if os.geteuid() == 0 else ""
-    (folder / "nginx.conf").write_text(CONFIGURATION.format(folder=folder, port=port, user=user))
-    url = f"http://127.0.0.1:{port}"
-    server = subprocess.Popen([require("nginx"), "-e", "stderr", "-c", str(folder / "nginx.conf")])
-
-    def answers() -> bool:
-        try:
-            return httpx.get(f"{url}/health").status_code == 200
-        except httpx.TransportError:
-            return False
-
-    try:
-        wait_until(answers, 60, "nginx answers")
-        yield url
-    finally:
-        server.terminate()
-        server.wait(60)
+"""A gateway that answers every call at its head, and closes the connection."""
 
 
 @pytest.mark.case(68)
@@ -78,9 +46,9 @@ def test_what_a_gateway_refuses_at_a_requests_head_is_refused_with_503(
     and the call was answered 500."""
     redis_server.flushall()
     with (
-        refusing_nginx(tmp_path) as url,
+        Nginx(tmp_path, REFUSING) as gateway,
         FaultyWire(redis_server.port) as wire,
-        RunningService(url, wire.redis_url, engine_api=api) as service,
+        RunningService(gateway.url, wire.redis_url, engine_api=api) as service,
     ):
         session = service.session()
         wire.latency(0.05)
@@ -156,7 +124,7 @@ def test_a_router_is_told_that_a_session_is_over_where_the_operator_wants_it(
             router.url, redis_server.url, engine_api="chat", engine_session_header="X-Session-ID", engine_release_path=path
         ) as service,
     ):
-        wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 60, "ready")
+        service.await_ready()
         closed, deleted, both = service.session(), service.session(), service.session()
         closed.close()
         both.close()

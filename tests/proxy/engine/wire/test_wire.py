@@ -52,17 +52,14 @@ class Line:
     def mend(self) -> None:
         self.wire.heal()
         self.gate.set()
-        self.await_ready()
-
-    def await_ready(self) -> None:
-        wait_until(lambda: self.service.request("GET", "/readyz").status_code == 200, 60, "the engine is found")
+        self.service.await_ready()
 
     def _sampled(self) -> int:
         return len(self.engine.last.sampled.get(0, ()))
 
 
 @contextmanager
-def line_to(redis_url: str, **settings: float) -> Iterator[Line]:
+def line_to(redis_url: str, **settings: Any) -> Iterator[Line]:
     with (
         ScriptedEngine("qwen3") as engine,
         FaultyWire(engine.port) as wire,
@@ -70,7 +67,7 @@ def line_to(redis_url: str, **settings: float) -> Iterator[Line]:
     ):
         line = Line(engine, wire, service)
         # With so little patience its first visit may have been in vain.
-        line.await_ready()
+        line.service.await_ready()
         yield line
 
 
@@ -188,8 +185,9 @@ def read(session: Session, messages: list[Any], heard: list[str]) -> Exception |
         for chunk in session.ask(messages, stream=True):
             heard.extend(choice.delta.content or "" for choice in chunk.choices)
             assert time.monotonic() - began < SOON_SECONDS
-    except APIError as error:
-        return error
+    except APIError as broken:
+        ended: Exception = broken
+        return ended
     return None
 
 
