@@ -11,7 +11,6 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,38 +20,29 @@ import pytest
 
 from examples.vllm_server import VllmServer
 from proxy.engine.in_vllm.frames import SAMPLE
-from reconstruct.records import RAW, UNKNOWN_MODE
 from tests.support.engine.forked_vllm import run_beside_vllm
 from tests.support.engine.real_engine import (
     PLAIN,
     TOLERANCE,
+    TOOLS,
+    ask,
     assert_true,
     load,
     never,
     read_metric,
     rows_of,
     sampled,
+    tool_turns,
     wait_until_it_samples,
 )
 from tests.support.engine.recording_relay import GENERATE, RecordingRelay
 from tests.support.engine.vllm_server import running_vllm
-from tests.support.service.running_service import Session, hanging_up
+from tests.support.service.running_service import Session
 from tests.support.service.verbatim_process import ADMIN, TRAINER, Serving, environment, wait_until
 from trainer_client import TrainerClient
 from trainer_client.recompute import compare
 
 pytestmark = pytest.mark.engine
-
-TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "guess",
-            "description": "Guess a number.",
-            "parameters": {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]},
-        },
-    }
-]
 
 
 @pytest.fixture(scope="module")
@@ -72,19 +62,6 @@ def serving(relay: RecordingRelay, tmp_path_factory: pytest.TempPathFactory) -> 
     with Serving("--engine", relay.url, data_dir=tmp_path_factory.mktemp("data")) as service:
         service.await_ready()
         yield service
-
-
-@pytest.fixture
-def chat_serving(engine: VllmServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """For one test only: a second service with a store of its own knows nothing of the first one's pushes, and would let an engine
-    that is paused for one go on."""
-    with Serving("--engine", engine.url, "--engine-api", "chat", data_dir=tmp_path_factory.mktemp("data")) as service:
-        service.await_ready()
-        yield service
-
-
-def ask(session: Session, messages: list[Any], **fields: Any) -> Any:
-    return session.ask(messages, **{"extra_body": PLAIN, **fields})
 
 
 def sampled_in_all(engine: VllmServer) -> float:
@@ -126,19 +103,6 @@ def pause_in_mid_reply(engine: VllmServer, session: Session, tokens: int) -> lis
         for thread in asking:
             thread.join()
     raise AssertionError(f"none of ten pairs was caught before one had its last of {tokens} tokens")
-
-
-def tool_turns(session: Session, turns: int, **fields: Any) -> list[Any]:
-    """A conversation of tool calls with an environment that answers every call; returns its messages."""
-    messages: list[Any] = [{"role": "user", "content": "Find the number."}]
-    for turn in range(turns):
-        reply = ask(session, messages, tools=TOOLS, max_tokens=48, seed=turn, **fields).choices[0].message
-        messages.append(reply.model_dump(exclude_none=True))
-        for call in reply.tool_calls or ():
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": "too low"})
-        if not reply.tool_calls:
-            messages.append({"role": "user", "content": "Use the tool."})
-    return messages
 
 
 def test_a_tool_calling_conversation_is_one_row_of_the_very_tokens_the_model_saw_and_said(
@@ -223,47 +187,6 @@ def test_a_new_user_turn_drops_the_thinking_and_branches_and_both_rows_are_true(
     assert_true(rows, tiny_model)
 
 
-def test_the_chat_path_records_true_rows_too(chat_serving: Serving, tiny_model: Path) -> None:
-    session = chat_serving.session()
-    tool_turns(session, 3)
-    streamed = ask(session, [{"role": "user", "content": "x"}], max_tokens=12, stream=True)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices)
-    calls = session.calls
-    assert {call["api"] for call in calls} == {"chat"}
-    assert len(calls) == 4
-    rows = rows_of(session)
-    assert session.trajectories()[1]["quarantined"] == []
-    assert {span.mode for row in rows for span in row.logprob_modes} == {RAW, UNKNOWN_MODE}
-    # The route does not tell what it made of the tools that were offered. This engine's parser makes no grammar of them.
-    spans = [tuple(replace(span, mode=RAW) for span in row.logprob_modes) for row in rows]
-    assert_true([replace(row, logprob_modes=modes) for row, modes in zip(rows, spans, strict=True)], tiny_model)
-
-
-def test_a_limit_beyond_the_window_is_clamped_on_both_paths(serving: Serving, chat_serving: Serving) -> None:
-    for service in (serving, chat_serving):
-        session = service.session()
-        ask(session, [{"role": "user", "content": "hi " * 4000}], max_tokens=100_000, stop=["e", "a", "i", "t"])
-        (call,) = session.calls
-        assert call["sampling"]["max_tokens"] == 8192 - len(call["prompt_ids"])
-
-
-@pytest.mark.parametrize("path", ["token", "chat"])
-def test_a_prompt_of_ids_that_grows_is_one_true_row_on_both_paths(
-    serving: Serving, chat_serving: Serving, tiny_model: Path, path: str
-) -> None:
-    session = (serving if path == "token" else chat_serving).session()
-    prompt = [40, 41, 42]
-    for turn in range(3):
-        asked = {"max_tokens": 12, "seed": turn, "extra_body": {"return_token_ids": True}}
-        choice = session.client.completions.create(model="policy", prompt=prompt, **asked).choices[0]
-        assert choice.prompt_token_ids == prompt
-        prompt = [*prompt, *choice.token_ids, 50 + turn]
-    assert [call["branch_reason"] for call in session.calls] == [None] * 3
-    rows = rows_of(session)
-    assert [row.token_ids.tolist() for row in rows] == [prompt[:-1]]
-    assert_true(rows, tiny_model)
-
-
 def test_a_prompt_of_text_that_grows_keeps_the_sampled_ids_where_its_text_has_others(
     serving: Serving, tiny_model: Path
 ) -> None:
@@ -291,22 +214,6 @@ def test_a_prompt_of_text_that_grows_keeps_the_sampled_ids_where_its_text_has_ot
         False,
         False,
     ]
-
-
-def test_a_reply_to_a_prompt_says_the_same_streamed_and_whole(serving: Serving, chat_serving: Serving) -> None:
-    told = []
-    for service, stream in itertools.product((serving, chat_serving), (False, True)):
-        session = service.session()
-        asked = {"max_tokens": 24, "seed": 5, "logprobs": 2, "stop": ["q"], "stream": stream}
-        answer = session.client.completions.create(model="policy", prompt="The fox", **asked)
-        choices = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
-        parts = [choice.logprobs for choice in choices if choice.logprobs]
-        (call,) = session.calls
-        logprobs = [value for part in parts for value in part.token_logprobs]
-        assert logprobs == pytest.approx(call["logprobs"], abs=1e-6)
-        tokens = [(token, at) for part in parts for token, at in zip(part.tokens, part.text_offset, strict=True)]
-        told.append(("".join(choice.text for choice in choices), tokens, choices[-1].finish_reason, call["completion_ids"]))
-    assert told == [told[0]] * 4
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -346,21 +253,6 @@ def test_what_a_request_forces_is_forced(serving: Serving) -> None:
     forced = ask(session, question, logit_bias={"100": 100.0}, max_tokens=5).choices[0]
     assert forced.finish_reason == "length"
     assert session.calls[-1]["completion_ids"] == [100] * 5
-
-
-def test_a_prompts_call_is_cut_on_the_chat_path_with_what_was_sampled(chat_serving: Serving, engine: VllmServer) -> None:
-    session, before = chat_serving.session(), sampled(engine)
-    body = {"model": "policy", "prompt": "x", "max_tokens": 8000, "ignore_eos": True}
-    with hanging_up(f"{session.base_url}/completions", body, session.api_key):
-        wait_until_it_samples(engine, before, 200)
-    wait_until(
-        lambda: len(session.calls) == 1 and session.calls[0]["status"] not in ("in_flight", "dangling"),
-        60,
-        "the call is recorded",
-    )
-    (call,) = session.calls
-    assert (call["status"], call["finish_reason"]) == ("aborted", "abort")
-    assert 0 < len(call["completion_ids"]) < 8000
 
 
 def test_an_audit_shows_the_tree_and_the_accounting_and_finds_logprobs_of_other_weights(

@@ -15,9 +15,8 @@ import httpx
 import pytest
 
 from examples.vllm_server import VllmServer
-from tests.end_to_end.test_closed_loop import TOOLS, ask, tool_turns
 from tests.support.engine.local_format import TEMPLATE, require_renderers
-from tests.support.engine.real_engine import PLAIN, assert_true, never, rows_of
+from tests.support.engine.real_engine import PLAIN, TOOLS, ask, assert_true, never, rows_of, tool_turns
 from tests.support.service.verbatim_process import Serving
 
 require_renderers()

@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 
 from examples.vllm_server import VllmServer
-from tests.end_to_end.test_closed_loop import TOOLS, tool_turns
 from tests.end_to_end.test_engines import states
 from tests.support.documents.engine_versions import Run, record
 from tests.support.engine.other_vllm import other_vllm
-from tests.support.engine.real_engine import PLAIN, reaching
+from tests.support.engine.real_engine import PLAIN, TOOLS, reaching, tool_turns
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import TRAINER, RunningService, Session, streamed_text
 from trainer_client import TrainerClient

@@ -18,6 +18,16 @@ from trainer_client.recompute import Difference, compare
 
 TOLERANCE = 1e-4
 PLAIN = {"chat_template_kwargs": {"enable_thinking": False}}
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "guess",
+            "description": "Guess a number.",
+            "parameters": {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]},
+        },
+    }
+]
 
 
 @contextmanager
@@ -84,3 +94,20 @@ def never(model: Path, *tokens: str) -> dict[str, float]:
 
     vocabulary = AutoTokenizer.from_pretrained(model).get_vocab()
     return {str(vocabulary[token]): -100.0 for token in tokens}
+
+
+def ask(session: Session, messages: list[Any], **fields: Any) -> Any:
+    return session.ask(messages, **{"extra_body": PLAIN, **fields})
+
+
+def tool_turns(session: Session, turns: int, **fields: Any) -> list[Any]:
+    """A conversation of tool calls with an environment that answers every call; returns its messages."""
+    messages: list[Any] = [{"role": "user", "content": "Find the number."}]
+    for turn in range(turns):
+        reply = ask(session, messages, tools=TOOLS, max_tokens=48, seed=turn, **fields).choices[0].message
+        messages.append(reply.model_dump(exclude_none=True))
+        for call in reply.tool_calls or ():
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "too low"})
+        if not reply.tool_calls:
+            messages.append({"role": "user", "content": "Use the tool."})
+    return messages
