@@ -126,8 +126,8 @@ def test_a_router_is_told_that_a_session_is_over_where_the_operator_wants_it(
     ):
         service.await_ready()
         closed, deleted, both = service.session(), service.session(), service.session()
-        closed.close()
-        both.close()
+        closed.close("cancelled")
+        both.close("cancelled")
         for session in (deleted, both):
             assert service.request("DELETE", f"/sessions/{session.session_id}").status_code == 204
     # The service ends only when it has told.
