@@ -284,6 +284,9 @@ def read_link(folder: Path) -> Link:
         raise BrokenWeights(f"{file} is damaged: {error!r}") from error
     if header.places.keys() != {name for name, change in changes.items() if not change.like}:
         raise BrokenWeights(f"{file} is damaged: it does not hold the tensors that it names")
+    if folder.name != f"version-{link.version}":
+        # Two links that changed places, or one that stands twice, could be a chain, of other weights than the folder is named for.
+        raise BrokenWeights(f"{folder} holds version {link.version}, which belongs into version-{link.version}")
     return link
 
 

@@ -188,12 +188,18 @@ def lose(link: Path) -> str:
 def swap(link: Path) -> str:
     for source, target in (("version-2", "x"), ("version-3", "version-2"), ("x", "version-3")):
         (link.parent / source).rename(link.parent / target)
-    return r"version-4 follows the root \w{12}, and version-3 has"
+    return "version-3 holds version 2, which belongs into version-2"
 
 
 def repeat(link: Path) -> str:
     shutil.copyfile(link.parent / "version-2" / DELTA, link / DELTA)
-    return r"version-4 follows the root \w{12}, and version-3 has"
+    return "version-3 holds version 2, which belongs into version-2"
+
+
+def repeat_at_the_end(link: Path) -> str:
+    """By their roots alone, versions 1, 2, 3 and 3 again are a chain: it would be served as version 4."""
+    shutil.copyfile(link / DELTA, link.parent / "version-4" / DELTA)
+    return "version-4 holds version 3, which belongs into version-3"
 
 
 def truncate(link: Path) -> str:
@@ -263,6 +269,7 @@ def lead_back(link: Path) -> str:
         lose,
         swap,
         repeat,
+        repeat_at_the_end,
         truncate,
         flip_data,
         flip_digest,
