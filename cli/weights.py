@@ -1,4 +1,4 @@
-"""`verbatim weights`: push a checkpoint into the engines, show what each holds, roll back."""
+"""`verbatim weights`: push a checkpoint into the engines, show what each holds, roll back; the versions on disk."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cli import weight_chains
 from cli.options import SERVICE, AsJson, Limit, ServiceUrl
 from cli.refusal import CommandError
 
@@ -20,12 +21,18 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help=f"Push weights into the engines, show what they hold, roll back. {SERVICE}")
 
+app.command("chain")(weight_chains.show_chain)
+app.command("verify")(weight_chains.verify_chain)
+app.command("fold")(weight_chains.fold_chain)
+app.command("prune")(weight_chains.prune)
+
 SILENCE_SECONDS = 3600.0
 """A push reports nothing while a replica loads or waits for calls to end."""
 
 
 class Kind(StrEnum):
     FULL = "full"
+    DELTA = "delta"
     LORA = "lora"
 
 
@@ -45,10 +52,11 @@ In = Annotated[
 @app.command("push")
 def push(
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="A safetensors file or folder, or an adapter, readable by the engines.")
+        Path,
+        typer.Argument(metavar="PATH", help="A safetensors file or folder, a delta or an adapter, readable by the engines."),
     ],
     version: Annotated[int | None, typer.Option(metavar="N", min=1, help="Its version. Default: the next one.")] = None,
-    kind: Annotated[Kind, typer.Option("--kind", help="Full weights, or a LoRA adapter.")] = Kind.FULL,
+    kind: Annotated[Kind, typer.Option("--kind", help="Full weights, what changed since, or a LoRA adapter.")] = Kind.FULL,
     mode: In = Mode.KEEP,
     model: Model = "",
     url: ServiceUrl = None,
@@ -88,7 +96,8 @@ def rollback(
     earlier = find_earlier(line, to)
     version = int(line["current"]["version"]) + 1
     typer.echo(f"version {earlier['version']} ({earlier['path']}) becomes version {version}")
-    kind = "lora" if earlier["kind"] == "lora" else "full"
+    # What was sent over NCCL has a whole checkpoint at its path.
+    kind = earlier["kind"] if earlier["kind"] in ("lora", "delta") else "full"
     _push(control, {"version": version, "path": earlier["path"], "kind": kind, "mode": mode.value, "model": model})
 
 

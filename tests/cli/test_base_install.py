@@ -42,6 +42,7 @@ WORKS = (
     ("engines", "list"),
     ("engines", "remove", "127.0.0.1:9"),
     ("weights", "status"),
+    ("weights", "prune", ".", "--keep-last", "1"),
 )
 REFUSED = (
     (("serve", "--engine", "http://127.0.0.1:9"), "pip install '.[proxy]'"),
@@ -57,6 +58,9 @@ REFUSED = (
     (("groups", "show", "none"), "no group"),
     (("weights", "push", "/none"), "no replica serves version 1"),
     (("weights", "rollback"), "the history has no"),
+    (("weights", "chain", "."), "is neither a delta nor an anchor"),
+    (("weights", "verify", "."), "is neither a delta nor an anchor"),
+    (("weights", "fold", ".", "--out", "folded"), "is neither a delta nor an anchor"),
 )
 PROGRAM = """
 import contextlib, io, json, sys, traceback
