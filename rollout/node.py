@@ -24,6 +24,8 @@ from rollout.steps import NodeContext
 log = logging.getLogger(__name__)
 
 BEATS_PER_LEASE = 4
+IDLE_BEAT_SECONDS = 25.0
+"""Between two heartbeats of a node that holds nothing: it is listed for a minute after one."""
 WAIT_SECONDS = 50.0
 """How long a request for a rollout waits for one."""
 LOOK_SECONDS = 2.0
@@ -56,6 +58,8 @@ class RolloutNode:
         self._courses: dict[AttemptId, tuple[Course, asyncio.Task[None]]] = {}
         self._draining = asyncio.Event()
         self._hurrying = asyncio.Event()
+        self._holding = asyncio.Event()
+        """Set when it has taken a rollout."""
         self._announced = asyncio.Event()
         """Set after the first heartbeat."""
         self._wanted = ""
@@ -166,6 +170,7 @@ class RolloutNode:
         course = Course(taken, permit, reserved, self._parts, self._offer)
         task = asyncio.create_task(course.go(), name=f"rollout {taken.attempt.session_id}")
         self._courses[taken.attempt] = course, task
+        self._holding.set()
         task.add_done_callback(lambda done: self._forget(taken.attempt, reserved, permit, done))
 
     def _forget(self, attempt: AttemptId, reserved: Permit, permit: Permit, done: asyncio.Task[None]) -> None:
@@ -194,7 +199,18 @@ class RolloutNode:
                 # Otherwise every lease would expire, without a trace.
                 log.exception("the heartbeat failed and is retried")
             pause = self._settings.lease_seconds / BEATS_PER_LEASE
-            await asyncio.sleep(pause if self._announced.is_set() else min(pause, LOOK_SECONDS))
+            if not self._announced.is_set():
+                await asyncio.sleep(min(pause, LOOK_SECONDS))
+            elif self._courses or await self._idle(max(pause, IDLE_BEAT_SECONDS)):
+                await asyncio.sleep(pause)
+
+    async def _idle(self, seconds: float) -> bool:
+        """Wait while the node holds nothing, for so long at the most. Returns whether it holds something."""
+        self._holding.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._holding.wait()
+        return bool(self._courses)
 
     async def _beat(self) -> None:
         async with asyncio.timeout(self._settings.lease_seconds / 2):

@@ -161,7 +161,7 @@ class NodeAdmission:
         work = WorkStore(self._redis, unquote(name))
         if not await work.claim_name(hashlib.sha256(key.encode()).digest(), may_inherit=self._takes.may_recover(0.0)):
             raise AttemptSuperseded(
-                f"the name {work.node!r} is another node's: give this one another, or wait until that one was silent for its lease"
+                f"the name {work.node!r} is another node's: give this one another, or wait until that one was silent for a minute"
             )
         return work
 

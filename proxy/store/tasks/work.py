@@ -127,7 +127,7 @@ class WorkStore:
 
     async def claim_name(self, key: bytes, *, may_inherit: bool) -> bool:
         """Whether the node's name belongs to this key: it has it, or nobody does from now on. `may_inherit`: also the name of a node that
-        was silent for its lease."""
+        was silent for its lease, and for a minute."""
         return bool(await self._run("claim_name", self.node, key, repr(await self.now()), int(may_inherit)))
 
     async def leave(self) -> None:

@@ -1,5 +1,6 @@
--- ARGV: node, a key that shows who asks, now, whether a name may pass from a node that was silent for its lease. Returns whether the name
--- is the asker's.
+-- ARGV: node, a key that shows who asks, now, whether a name may pass from a node that was silent for long. Returns whether the name
+-- is the asker's. Nodes that hold nothing beat less often than their lease says.
+local IDLE_SECONDS = 60
 local node, key, now = ARGV[1], ARGV[2], ARGV[3]
 local owner = redis.call('HGET', owners, node)
 if owner == key then
@@ -9,7 +10,7 @@ local beat = redis.call('ZSCORE', seen, node)
 if owner and beat then
   local state = redis.call('HGET', nodes, node)
   local lease = state and cmsgpack.unpack(state)[2].lease_seconds or 0
-  if ARGV[4] ~= '1' or now - beat <= lease then
+  if ARGV[4] ~= '1' or now - beat <= math.max(lease, IDLE_SECONDS) then
     return 0
   end
 end
