@@ -119,6 +119,14 @@ class GroupSettings(BaseModel, frozen=True, extra="forbid"):
     timeout_seconds: float = Field(default=86400.0, ge=0, allow_inf_nan=False)
 
 
+class CallLimits(BaseModel, frozen=True, extra="forbid"):
+    """Calls that one process takes; 0: no limit."""
+
+    at_once: int = Field(default=0, ge=0)
+    per_session: int = Field(default=0, ge=0)
+    per_second: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+
+
 class RedisWait(BaseModel, frozen=True, extra="forbid"):
     """What a write must have reached before it counts."""
 
@@ -273,12 +281,9 @@ class Settings(BaseSettings):
 
     max_body_bytes: int = Field(64 * 2**20, ge=1)
     """Largest request body accepted."""
-    max_calls: int = Field(0, ge=0)
-    """Concurrent calls in one process, beyond which callers get 429. 0: no limit."""
-    max_calls_per_session: int = Field(0, ge=0)
-    """Concurrent calls of one session in one process, beyond which it gets 429. 0: no limit."""
-    calls_per_second: float = Field(0.0, ge=0)
-    """Calls that a session may start per second in one process, beyond which it gets 429. 0: no limit."""
+    call_limits: CallLimits = CallLimits()
+    """Calls in one process beyond which callers get 429: `at_once` of all sessions, `per_session` of one at once, and `per_second` that one
+    may start. 0: no limit."""
     max_session_bytes: int = Field(128 * 2**20, ge=0)
     """Uncompressed size of the messages and tokens of one session, after which its calls get 413; the call that reaches the limit is still
     recorded. A process that serves the session needs up to four times as much memory. 0: no limit."""

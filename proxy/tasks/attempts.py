@@ -84,14 +84,17 @@ class HeldAttempt:
         if state.status in ENDED:
             # The answer to the step that ended it was lost.
             return
+        rewarded = False
         if state.status != "concluding":
             with suppress(NotFound, Conflict):
                 # Deleted or closed by someone else, which is handled when it is to be closed.
                 await post_reward(self._services, attempt.session_id, verdict)
+                rewarded = True
             await self._work.conclude(attempt, verdict, await self._work.now())
         # The first verdict stands: the session may already be closing with it.
         verdict = state.verdict or verdict
-        await close_member(self._services, await self._load_outline(), attempt.index, attempt.session_id, verdict)
+        task = await self._load_outline()
+        await close_member(self._services, task, attempt.index, attempt.session_id, verdict, rewarded=rewarded)
         await self._work.finish(attempt, await self._work.now())
 
     async def put_back(self) -> None:

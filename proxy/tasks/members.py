@@ -51,13 +51,17 @@ async def open_member(
     return (await open_new(services, body, hung_up))[1]
 
 
-async def close_member(services: Services, task: Task, index: int, session_id: str, verdict: Verdict) -> None:
-    """Close the session with the verdict, unless that is refused for good. Raises `Unavailable`.
+async def close_member(
+    services: Services, task: Task, index: int, session_id: str, verdict: Verdict, *, rewarded: bool = False
+) -> None:
+    """Close the session with the verdict, unless that is refused for good. `rewarded`: it has the verdict's reward. Raises `Unavailable`.
 
     A rollout that failed before it had a session gets an empty one, so that its group does not wait for it. The session of a successful
     rollout can only be missing because someone deleted it."""
     try:
         try:
+            if not rewarded:
+                await post_reward(services, session_id, verdict)
             await _close(services, session_id, verdict)
         except NotFound:
             if not verdict.usable and verdict.status != "completed":
@@ -105,7 +109,6 @@ async def post_reward(services: Services, session_id: str, verdict: Verdict) -> 
 
 
 async def _close(services: Services, session_id: str, verdict: Verdict) -> None:
-    await post_reward(services, session_id, verdict)
     await closing.close_session(services, session_id, verdict.status, verdict.reward, _describe_failure(verdict))
 
 

@@ -32,6 +32,11 @@ log = logging.getLogger(__name__)
 AT_ONCE = 32
 MOST_ROUNDS = 100
 """Of one part before it pauses."""
+SWEEP_SECONDS = 2.0
+"""Between two looks: a look that finds nothing is one command for each part."""
+LOST_NODE_SECONDS = 300.0
+"""Silence of a node after which a server ends or finishes what it can of the node's rollouts itself: long after other nodes had time to
+take them, where there are any that may."""
 DAY_SECONDS = 86400.0
 
 
@@ -97,7 +102,7 @@ class Sweeper:
         """1 if a lost node's rollout was finished, whose verdict was stored; otherwise 0."""
         if not self._may_recover(0.0):
             return 0
-        taken = await self._work.recover(self._name, self._settings.lost_node_seconds, await self._store.now())
+        taken = await self._work.recover(self._name, LOST_NODE_SECONDS, await self._store.now())
         if taken is None:
             return 0
         await self._try(self._finish(taken), taken.attempt.session_id)
@@ -137,7 +142,7 @@ class Sweeper:
             except Exception:
                 # Otherwise it would stop for good, and sessions would stay open unnoticed.
                 log.exception("the sweep of tasks failed and is tried again")
-            await asyncio.sleep(self._settings.task_sweep_seconds)
+            await asyncio.sleep(SWEEP_SECONDS)
 
     async def _try(self, act: Awaitable[object], what: str) -> bool:
         """Whether it worked. If not, it is due again once this server's claim on it expires."""
@@ -223,8 +228,3 @@ class RolloutSettings(BaseSettings):
 
     task_retain_days: Annotated[float, Field(ge=0)] = 30.0
     """How long an ended task is kept in the store; 0: for ever. Its sessions are kept by rules of their own."""
-    task_sweep_seconds: Annotated[float, Field(gt=0)] = 2.0
-    """How often a server looks for sessions to close and callbacks to deliver."""
-    lost_node_seconds: Annotated[float, Field(gt=0)] = 300.0
-    """Silence of a node after which a server ends or finishes what it can of the node's rollouts itself. Other nodes take them long
-    before that, where there are any that may."""

@@ -93,7 +93,7 @@ def limited_stage(redis_server: RedisServer, tmp_path: Path) -> Iterator[tuple[S
     """A session may begin a call every two seconds."""
     with (
         ScriptedEngine("qwen3", max_model_len=131_072) as engine,
-        RunningService(engine.url, redis_server.url, engine_api="token", calls_per_second=0.5) as service,
+        RunningService(engine.url, redis_server.url, engine_api="token", call_limits={"per_second": 0.5}) as service,
     ):
         yield Stage(engine, service, tmp_path), service
 

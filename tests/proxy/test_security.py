@@ -562,7 +562,7 @@ def test_weights_come_from_the_folders_named_and_no_links_lead_out(redis_url: st
 def test_calls_beyond_the_limits_wait_their_turn_in_the_dialects_shape(redis_url: str) -> None:
     with (
         ScriptedEngine("qwen3") as engine,
-        RunningService(engine.url, redis_url, max_calls=3, max_calls_per_session=2) as service,
+        RunningService(engine.url, redis_url, call_limits={"at_once": 3, "per_session": 2}) as service,
         ThreadPoolExecutor(4) as pool,
     ):
         gate = threading.Event()

@@ -121,7 +121,7 @@ async def test_what_a_task_lacked_is_forgotten_when_it_ends_or_begins(stores: St
 
 def test_a_task_is_shown_with_what_it_waits_for(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     redis_server.flushall()
-    monkeypatch.setenv("VERBATIM_TASK_SWEEP_SECONDS", "0.05")
+    monkeypatch.setattr("proxy.tasks.sweeper.SWEEP_SECONDS", 0.05)
 
     async def one_node() -> None:
         wire = StoreConnection(redis_server.url)

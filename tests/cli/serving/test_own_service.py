@@ -14,7 +14,7 @@ OF_A_SERVICE = ("redis", "control", "public", "admin", "node", "tls", "group", "
 
 
 @pytest.mark.parametrize(
-    "name", ["engine_api", "engine_api_key", "renderer", "frozen_models", "train_roles", "thinking", "max_calls"]
+    "name", ["engine_api", "engine_api_key", "renderer", "frozen_models", "train_roles", "thinking", "call_limits"]
 )
 def test_engines_and_calls_are_as_the_environment_says(name: str) -> None:
     assert name in Settings.model_fields and INHERITED_VARIABLES.fullmatch(f"VERBATIM_{name.upper()}")

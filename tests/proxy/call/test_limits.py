@@ -69,7 +69,7 @@ def test_sessions_that_rest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_call_too_many_is_429_and_leaves_no_record(redis_url: str) -> None:
-    with ScriptedEngine("qwen3") as engine, RunningService(engine.url, redis_url, calls_per_second=0.01) as service:
+    with ScriptedEngine("qwen3") as engine, RunningService(engine.url, redis_url, call_limits={"per_second": 0.01}) as service:
         session, other = service.session(), service.session()
         session.ask("q")
         with pytest.raises(RateLimitError) as refused:

@@ -15,6 +15,7 @@ from contract.attempts import AttemptId, Failure, FailureRecord, Superseded, Tak
 from contract.client import AsyncServiceClient
 from contract.errors import RequestRefused
 from contract.tasks import HarnessSpec, Task, Upload
+from proxy.api import closing
 from proxy.errors import EngineUnavailable
 from proxy.store.connection import StoreConnection
 from proxy.store.tasks.tasks import TaskStore
@@ -94,7 +95,7 @@ async def stores(redis_server: RedisServer) -> AsyncIterator[Stores]:
 def service(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Any:
     """It has had its store for long, and its sweep waits."""
     monkeypatch.setattr(Takes, "may_recover", lambda self, seconds: True)
-    monkeypatch.setenv("VERBATIM_TASK_SWEEP_SECONDS", "3600")
+    monkeypatch.setattr("proxy.tasks.sweeper.SWEEP_SECONDS", 3600)
     monkeypatch.setattr("proxy.tasks.takes.LOOK_SECONDS", 0.05)
     with serving_tasks(redis_server.url) as running:
         yield running
@@ -229,12 +230,12 @@ async def test_a_verdict_is_fixed_before_its_session_is_closed(
     await stores.submit()
     a = AskedWork(http, "a", key_of("a"))
     attempt = (await must_take(a)).attempt
-    closing, failures = members.close_member, iter([EngineUnavailable("away")])
+    close, failures = members.close_member, iter([EngineUnavailable("away")])
 
-    async def failing(*args: Any) -> None:
+    async def failing(*args: Any, **how: Any) -> None:
         if (failure := next(failures, None)) is not None:
             raise failure
-        await closing(*args)
+        await close(*args, **how)
 
     monkeypatch.setattr(module, "close_member", failing)
     await a.finish(attempt, WELL)
@@ -264,6 +265,27 @@ async def test_a_reward_that_is_refused_leaves_nothing_behind(stores: Stores, ht
         await a.finish(attempt, Verdict("completed", reward=1.0, metadata={"more than 64 bits": 2**70}))
     assert (await stores.rollout()).status == "running"
     await a.finish(attempt, WELL)
+
+
+async def test_a_reward_is_posted_once(
+    stores: Stores, service: RunningService, http: AsyncServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old bug: when its verdict was fixed, and again when its session was closed."""
+    await stores.submit()
+    a = AskedWork(http, "a", key_of("a"))
+    attempt = (await must_take(a)).attempt
+    await a.open(attempt, (), "")
+    post, posted = closing.reward_session, []
+
+    async def noted(services: Any, session_id: str, *reward: Any) -> Any:
+        posted.append(session_id)
+        return await post(services, session_id, *reward)
+
+    monkeypatch.setattr(closing, "reward_session", noted)
+    await a.finish(attempt, Verdict("completed", reward=1.0, feedback="well done"))
+    session = service.request("GET", f"/sessions/{attempt.session_id}").json()
+    assert (session["reward"], session["reward_metadata"]) == (1.0, {"feedback": "well done"})
+    assert posted == [attempt.session_id]
 
 
 async def test_what_is_handed_to_a_caller_that_hung_up_is_put_back(

@@ -69,10 +69,13 @@ async def never_post(url: str, body: bytes, headers: Mapping[str, str]) -> tuple
     raise AssertionError(f"no task here has a callback, and {url} got one")
 
 
-async def test_an_outage_is_said_once_and_the_next_one_again(stores: Stores, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_outage_is_said_once_and_the_next_one_again(
+    stores: Stores, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.tasks.sweeper.SWEEP_SECONDS", 0.01)
     connection: Any = Outages(stores.connection)
     store = TaskStore(connection)
-    callbacks, settings = Callbacks(store, never_post), RolloutSettings(task_sweep_seconds=0.01)
+    callbacks, settings = Callbacks(store, never_post), RolloutSettings()
     sweeper = Sweeper("s", store, WorkStore(connection), NOTHING, callbacks, RolloutNumbers(store), settings)
     sweeping = asyncio.create_task(sweeper.run())
     try:
@@ -95,11 +98,12 @@ async def test_a_session_that_the_service_will_never_close_keeps_no_rollout_from
         raise RequestError("never")
 
     monkeypatch.setattr(closing, "close_session", refuse)
+    monkeypatch.setattr("proxy.tasks.sweeper.LOST_NODE_SECONDS", 0.001)
     await stores.submit()
     node = stores.node("a")
     taken = await node.must_take()
     await node.work.conclude(taken.attempt, WELL, time.time())
-    callbacks, settings = Callbacks(stores.tasks, never_post), RolloutSettings(lost_node_seconds=0.001)
+    callbacks, settings = Callbacks(stores.tasks, never_post), RolloutSettings()
     sweeper = Sweeper("s", stores.tasks, stores.node("s").work, NOTHING, callbacks, RolloutNumbers(stores.tasks), settings)
     await asyncio.sleep(0.01)
     assert await sweeper.finish_lost() == 1

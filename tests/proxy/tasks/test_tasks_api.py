@@ -38,7 +38,7 @@ SECONDS = 120.0
 def service(redis_server: RedisServer) -> Iterator[RunningService]:
     redis_server.flushall()
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("VERBATIM_TASK_SWEEP_SECONDS", "0.05")
+        environment.setattr("proxy.tasks.sweeper.SWEEP_SECONDS", 0.05)
         with serving_tasks(redis_server.url) as running:
             yield running
 
@@ -84,7 +84,7 @@ def test_a_task_is_created_once_and_repeating_it_changes_nothing(service: Runnin
 
 def test_metrics_count_what_waits_and_what_failed(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     redis_server.flushall()
-    monkeypatch.setenv("VERBATIM_TASK_SWEEP_SECONDS", "0.05")
+    monkeypatch.setattr("proxy.tasks.sweeper.SWEEP_SECONDS", 0.05)
     with serving_tasks(redis_server.url) as running:
         submit(running, num_samples=3, labels={"zone": "a"}, priority=7)
         submit(running, task_id="gone", num_samples=2)
@@ -207,7 +207,7 @@ async def test_the_sweeper_is_let_in_whatever_the_tokens_are(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
 ) -> None:
     redis_server.flushall()
-    monkeypatch.setenv("VERBATIM_TASK_SWEEP_SECONDS", "0.05")
+    monkeypatch.setattr("proxy.tasks.sweeper.SWEEP_SECONDS", 0.05)
     (tmp_path / "tokens").write_text(f"# of the test\n{ADMIN}\n")
     rule: dict[str, Any] = {"admin_token": None, "trainer_token": None}
     rule |= {"open": True} if kind == "open" else {"admin_token": {"file": tmp_path / "tokens"}}
@@ -396,8 +396,8 @@ async def test_what_is_due_when_a_server_dies_is_done_by_the_next(redis_server: 
 
 async def test_a_server_ends_what_a_lost_node_had_concluded(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     redis_server.flushall()
-    monkeypatch.setenv("VERBATIM_LOST_NODE_SECONDS", "0.01")
-    monkeypatch.setenv("VERBATIM_TASK_SWEEP_SECONDS", "0.05")
+    monkeypatch.setattr("proxy.tasks.sweeper.LOST_NODE_SECONDS", 0.01)
+    monkeypatch.setattr("proxy.tasks.sweeper.SWEEP_SECONDS", 0.05)
     with serving_tasks(redis_server.url) as running:
         async with at(redis_server) as stores:
             await stores.submit("left")

@@ -20,7 +20,7 @@ async def world(
     monkeypatch.setattr("rollout.node.LOOK_SECONDS", 0.2)
     monkeypatch.setattr("proxy.tasks.takes.LOOK_SECONDS", 0.2)
     monkeypatch.setattr("proxy.tasks.takes.Takes.may_recover", lambda self, seconds: True)
-    monkeypatch.setenv("VERBATIM_LOST_NODE_SECONDS", "1000000")
+    monkeypatch.setattr("proxy.tasks.sweeper.LOST_NODE_SECONDS", 1e6)
     monkeypatch.setattr("rollout.steps.RETRY_SECONDS", 0.1)
     async with serving_world(redis_url, engine.url, tmp_path) as world:
         yield world
