@@ -86,6 +86,7 @@ def run(
     command waits.
     """
     from cli.control import CommandClient
+    from rollout.harnesses.process import adopt_orphans, end_orphans
 
     definition = load_harness(harness)
     passed, words = parse_variables(env or []), words or []
@@ -101,7 +102,10 @@ def run(
         outcome = RunEnd("failed", 1, "verbatim run broke off")
         try:
             with make_home(keep_home) as home:
+                adopt_orphans()
                 outcome = attempt(definition, session, words, model, home, passed, timeout, stop)
+                # A helper that the harness detached would call a closed session, and keep the home from its removal.
+                end_orphans()
             outcome = check_calls(definition, session, outcome)
         finally:
             close(session, outcome, reward)

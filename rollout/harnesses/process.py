@@ -1,4 +1,4 @@
-"""A running harness: its own process group, stopped as a whole.
+"""A running harness: its own process group, stopped as a whole; and what it detached from that, which ends after it.
 
 It is also its own session. Without a controlling terminal it is not stopped for writing to the screen, and does not get the
 terminal's Ctrl-C: the caller decides which signals it gets.
@@ -6,11 +6,13 @@ terminal's Ctrl-C: the caller decides which signals it gets.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollout.harnesses.prepared import CannotStart, MissingExecutable
+from rollout.runtimes.local.supervisor import PR_SET_CHILD_SUBREAPER, find_descendants, send
 
 GRACE_SECONDS = 10.0
 """How long a harness may take to exit after a signal before it is killed."""
@@ -99,6 +102,22 @@ class HarnessProcess:
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
+
+
+def adopt_orphans() -> None:
+    """From now on whatever detaches itself below this process stays below it, where the system can do that (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_orphans(seconds: float = GRACE_SECONDS) -> None:
+    """Kill everything below this process until nothing is left, for so long at the most: another user's processes cannot be killed."""
+    end = time.monotonic() + seconds
+    while sys.platform == "linux" and find_descendants(os.getpid()) and time.monotonic() < end:
+        send(signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)
+        time.sleep(POLL_SECONDS)
 
 
 def read_version(argv: Sequence[str], env: Mapping[str, str], workdir: Path) -> str | None:

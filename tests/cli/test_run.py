@@ -223,6 +223,13 @@ def test_a_harness_that_takes_too_long_is_stopped_with_all_it_started(service: S
     assert homes_left(scratch) == []
 
 
+def test_a_helper_that_a_harness_detached_is_ended_with_it(service: Serving) -> None:
+    """The old bug: it had a session of its own, and only the harness's process group was killed."""
+    done = run(service, *PYTHON, WITH_A_CHILD.replace("])\n", "], start_new_session=True)\n"))
+    assert done.returncode == 0
+    child_has_ended()
+
+
 @pytest.fixture
 def minding_signals() -> Iterator[None]:
     """The children of a test inherit signals that it ignores: hang-ups under nohup, Ctrl-C in a background job of a shell."""
