@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,18 +17,13 @@ from proxy.engine.wire.http import EngineHttp
 from tests.support.engine.scripted_answers import Live, call_deltas
 from tests.support.engine.scripted_calls import SamplingCalls
 from tests.support.engine.scripted_engine import ScriptedEngine
-from tests.support.engine.scripted_fixtures import Running, both_paths
+from tests.support.engine.scripted_fixtures import Running
 from tests.support.engine.scripted_sampling import POLL_SECONDS, Say
-from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, streamed_text
 from tests.support.sessions.conversations import TOOLS, turn
 
-
-@pytest.fixture(scope="module")
-def running(redis_server: RedisServer) -> Iterator[Running]:
-    """Without signs of life, which would begin a stream, too."""
-    with both_paths(redis_server, keepalive_seconds=0) as running:
-        yield running
+SETTINGS = {"keepalive_seconds": 0}
+"""Without signs of life, which would begin a stream, too."""
 
 
 @pytest.fixture
