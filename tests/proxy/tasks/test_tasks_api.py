@@ -29,7 +29,7 @@ from tests.support.runtimes.rollout_stores import WELL, Stores
 from tests.support.service.redis_server import RedisServer, running_redis
 from tests.support.service.rollout_service import BODY, read_events, serving_tasks, submit
 from tests.support.service.running_service import ADMIN, NODE, TRAINER, RunningService, wait_until
-from tests.support.service.scripted_service import Answer, ScriptedService, json_answer, serving
+from tests.support.service.scripted_service import Answer, ScriptedService, json_answer
 
 SECONDS = 120.0
 
@@ -41,12 +41,6 @@ def service(redis_server: RedisServer) -> Iterator[RunningService]:
         environment.setattr("proxy.tasks.sweeper.SWEEP_SECONDS", 0.05)
         with serving_tasks(redis_server.url) as running:
             yield running
-
-
-@pytest.fixture(scope="module")
-def receiver() -> Iterator[ScriptedService]:
-    with serving(ScriptedService()) as made:
-        yield made
 
 
 @asynccontextmanager
@@ -345,14 +339,14 @@ async def test_sessions_of_attempts_that_lost_their_node_are_deleted(
     await asyncio.to_thread(wait_until, lambda: status_of(service, "lost.0.1") is None, SECONDS, "it is deleted")
 
 
-def test_a_callback_is_tried_until_somebody_takes_it(service: RunningService, receiver: ScriptedService) -> None:
-    receiver.reset().script("POST /done", Answer(status=500), Answer(drop=True), json_answer({}))
-    submit(service, task_id="told", callback_url=f"{receiver.url}/done", metadata={"row": 7})
+def test_a_callback_is_tried_until_somebody_takes_it(service: RunningService, scripted_server: ScriptedService) -> None:
+    scripted_server.reset().script("POST /done", Answer(status=500), Answer(drop=True), json_answer({}))
+    submit(service, task_id="told", callback_url=f"{scripted_server.url}/done", metadata={"row": 7})
     service.request("DELETE", "/tasks/told")
-    receiver.wait_for(lambda: len(receiver.received) == 3, SECONDS)
-    told = receiver.received[2].body
+    scripted_server.wait_for(lambda: len(scripted_server.received) == 3, SECONDS)
+    told = scripted_server.received[2].body
     assert (told["task_id"], told["status"], told["metadata"]) == ("told", "cancelled", {"row": 7})
-    assert receiver.received[2].headers["idempotency-key"] == "told"
+    assert scripted_server.received[2].headers["idempotency-key"] == "told"
     wait_until(lambda: get(service, "/tasks/told")["callback"]["delivered_at"] is not None, SECONDS, "it is noted")
     assert get(service, "/tasks/told")["callback"]["tries"] == 3
 
@@ -382,16 +376,18 @@ def test_a_callback_that_fails_is_tried_at_ever_greater_intervals() -> None:
     assert sum(pauses) < 24 * 3600
 
 
-async def test_what_is_due_when_a_server_dies_is_done_by_the_next(redis_server: RedisServer, receiver: ScriptedService) -> None:
+async def test_what_is_due_when_a_server_dies_is_done_by_the_next(
+    redis_server: RedisServer, scripted_server: ScriptedService
+) -> None:
     """The task ended, and nobody was there to tell."""
-    receiver.reset().script("POST /later", json_answer({}))
+    scripted_server.reset().script("POST /later", json_answer({}))
     redis_server.flushall()
     async with at(redis_server) as stores:
-        await stores.submit("later", callback_url=f"{receiver.url}/later")
+        await stores.submit("later", callback_url=f"{scripted_server.url}/later")
         node = stores.node("a")
         await node.end((await node.must_take()).attempt)
     with serving_tasks(redis_server.url):
-        await asyncio.to_thread(receiver.wait_for, lambda: receiver.paths() == ["/later"], SECONDS)
+        await asyncio.to_thread(scripted_server.wait_for, lambda: scripted_server.paths() == ["/later"], SECONDS)
 
 
 async def test_a_server_ends_what_a_lost_node_had_concluded(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
