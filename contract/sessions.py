@@ -248,6 +248,22 @@ class SessionProgress(Wire):
     updated_at: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSums(Wire):
+    """What became of what a closed session sampled: sampled_tokens = exported_tokens + quarantined tokens."""
+
+    sampled_tokens: int
+    exported_tokens: int
+    quarantined: Mapping[str, int] = field(default_factory=dict)
+    """Tokens by reason; a reason whose calls have none is there with 0."""
+    dangling_calls: int = 0
+    """Calls whose process died while the engine was sampling."""
+    complete: bool = True
+    """No call is dangling or damaged, and no call that the outcome depends on is quarantined."""
+    truncated: bool = False
+    """The reply that ends a trained row was cut short."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LastEvents(Wire):
     """What matters only as long as a session is open."""
@@ -277,13 +293,23 @@ _EXAMPLE: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionView(SettledFields, SessionProgress):
-    """A session as it is listed."""
+    """A session as it is shown."""
 
     __pydantic_config__ = RULES | show(_EXAMPLE)
 
     session_id: str
     created_at: float
     """Epoch seconds, like all times here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedSession(SessionView):
+    """A session as it is listed."""
+
+    __pydantic_config__ = RULES | show({**_EXAMPLE, "accounting": None})
+
+    accounting: TokenSums | None = None
+    """Of a trained session that was closed here and has its reward; null otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,9 +321,9 @@ class SessionDetail(SessionView, LastEvents):
 
 @dataclass(frozen=True, slots=True)
 class SessionPage(Wire):
-    __pydantic_config__ = RULES | show({"sessions": [_EXAMPLE], "cursor": None})
+    __pydantic_config__ = RULES | show({"sessions": [{**_EXAMPLE, "accounting": None}], "cursor": None})
 
-    sessions: Sequence[SessionView]
+    sessions: Sequence[ListedSession]
     cursor: str | None
     """For the next page; null: this is the last one."""
 

@@ -19,7 +19,7 @@ from functools import cache, partial
 from fastapi import APIRouter, FastAPI
 from fastapi.concurrency import run_in_threadpool
 
-from proxy.api import archive, batches, calls, dead_letters, engines, groups, media, run, sessions, weights
+from proxy.api import archive, batches, calls, dead_letters, engines, groups, media, run, runs, sessions, weights
 from proxy.api.admission import reclaim_places
 from proxy.api.closing import build_group_defaults, choose_sweep_interval, close_idle, finish_announced
 from proxy.api.openapi import build_document
@@ -101,7 +101,7 @@ def _read_install() -> None:
 def build_control_router() -> APIRouter:
     """Sessions, batches, weights, engines and health. Its errors need `proxy.api.requests.install_error_handlers(app)`."""
     router = APIRouter()
-    for part in (sessions, calls, media, archive, groups, dead_letters, batches, weights, run, engines):
+    for part in (sessions, calls, media, archive, groups, dead_letters, batches, weights, run, runs, engines):
         router.routes.extend(part.router.routes)
     router.routes.extend(engines.health_router.routes)
     return router

@@ -28,7 +28,7 @@ from prometheus_client.registry import Collector
 
 from contract.attempts import ENDED
 from proxy.engine.replica import Replica
-from proxy.store.run import Curve, Point, merge
+from proxy.store.run import Curve, Point, RunRecord, merge
 from proxy.timeline import PARTS, STEPS, Timeline
 from reconstruct.records import Call
 
@@ -76,12 +76,19 @@ SUMMED = (
         "invalid_tool_calls",
     ),
     ("verbatim_run_sampled_tokens", "Shared: sampled tokens of closed sessions.", "sampled_tokens"),
+    ("verbatim_run_exported_tokens", "Shared: tokens of closed sessions that rows train.", "exported_tokens"),
+    (
+        "verbatim_run_incomplete",
+        "Shared: closed sessions with a dangling or damaged call, or whose outcome depends on a quarantined one.",
+        "incomplete",
+    ),
     ("verbatim_run_versions_behind", "Shared: weight versions between a session's oldest token and its end, summed.", "behind"),
 )
 CORRECTED = (
     ("verbatim_run_rewarded", "Shared: closed sessions with a reward, since the store began.", "rewarded"),
     ("verbatim_run_summed_reward", "Shared: the sum of the rewards of closed sessions.", "reward"),
     ("verbatim_run_solved", "Shared: closed sessions with a reward of at least VERBATIM_SOLVED_REWARD (1).", "solved"),
+    ("verbatim_run_zero_rewards", "Shared: closed sessions with the reward 0.", "r:0"),
     ("verbatim_run_groups", "Shared: decided groups of two or more.", "groups"),
     ("verbatim_run_equal_groups", "Shared: decided groups whose rewards are all equal.", "equal_groups"),
 )
@@ -89,38 +96,61 @@ CORRECTED = (
 PERCENTILES = (10, 50, 90)
 
 
+MOST_RUNS = 10
+"""Runs that the metrics show: those begun last, without what is over or hidden. The store has numbers of more."""
+
+
 class RunNumbers(Collector):
-    """What closed sessions of all processes add up to, per policy and label; the store bounds the number of both."""
+    """What closed sessions of all processes add up to, per run, policy and label; the store bounds the number of the latter two."""
 
     def __init__(self) -> None:
         self.totals: Sequence[Curve] = ()
         self.recent: Sequence[Curve] = ()
+        self.runs: Sequence[RunRecord] = ()
 
     def collect(self) -> Iterator[Metric]:
-        labels = ["policy", "label"]
+        labels = ["run", "policy", "label"]
         ended = CounterMetricFamily("verbatim_run_rollouts", "Shared: closed sessions.", labels=[*labels, "status"])
         for curve, sums in self._sums():
             for status in ENDED:
-                ended.add_metric([curve.policy, curve.label, status], sums.count(status))
+                ended.add_metric([curve.run, curve.policy, curve.label, status], sums.count(status))
         yield ended
         kinds: list[tuple[Any, Any]] = [(CounterMetricFamily, SUMMED), (GaugeMetricFamily, CORRECTED)]
         for name, text, what, kind in ((*each, kind) for kind, families in kinds for each in families):
             family = kind(name, text, labels=labels)
             for curve, sums in self._sums():
-                family.add_metric([curve.policy, curve.label], sums.count(what))
+                family.add_metric([curve.run, curve.policy, curve.label], sums.count(what))
             yield family
+        yield from self._collect_losses()
         recent = GaugeMetricFamily(
             "verbatim_run_reward", "Shared: rewards of the last hour, to two digits.", labels=[*labels, "percentile"]
         )
         for curve in self.recent:
-            (whole,) = merge([Curve(curve.policy, curve.label, [replace(point, start=0) for point in curve.points])]) or [
-                Point(0)
-            ]
+            (whole,) = merge([replace(curve, points=[replace(point, start=0) for point in curve.points])]) or [Point(0)]
             for percent in PERCENTILES:
                 reward = whole.quantile(percent / 100)
                 if reward is not None:
-                    recent.add_metric([curve.policy, curve.label, str(percent)], reward)
+                    recent.add_metric([curve.run, curve.policy, curve.label, str(percent)], reward)
         yield recent
+
+    def _collect_losses(self) -> Iterator[Metric]:
+        """Quarantine by reason, over all policies and labels of a run, and its groups by state."""
+        text = "Shared: quarantined tokens of closed sessions, by reason."
+        tokens = CounterMetricFamily("verbatim_run_quarantined_tokens", text, labels=["run", "reason"])
+        text = "Shared: quarantined and dangling calls of closed sessions, by reason."
+        calls = CounterMetricFamily("verbatim_run_quarantined_calls", text, labels=["run", "reason"])
+        for run in self.runs:
+            whole = merge(curve for curve in self.totals if curve.run == run.run) or [Point(0)]
+            for reason, (number, lost) in whole[0].quarantined.items():
+                calls.add_metric([run.run, reason], number)
+                tokens.add_metric([run.run, reason], lost)
+        yield from (tokens, calls)
+        text = "Shared: groups of a run by state, and why they were dropped or died."
+        groups = GaugeMetricFamily("verbatim_run_group_states", text, labels=["run", "state", "cause"])
+        for run in self.runs:
+            for (state, cause), number in sorted(run.groups.items()):
+                groups.add_metric([run.run, state, cause], number)
+        yield groups
 
     def _sums(self) -> Iterator[tuple[Curve, Point]]:
         return ((curve, point) for curve in self.totals for point in curve.points)
@@ -348,9 +378,14 @@ class Metrics:
         """Room on the store's disk; None: not known."""
         self._groups.free_bytes = free_bytes
 
-    def show_run(self, totals: Sequence[Curve], recent: Sequence[Curve]) -> None:
-        """The whole of every curve, and its points of the last hour; shown until they are given anew."""
-        self._run.totals, self._run.recent = totals, recent
+    def show_runs(self, runs: Sequence[RunRecord], totals: Sequence[Curve], recent: Sequence[Curve]) -> None:
+        """The whole of every curve of these runs, and its points of the last hour; shown until they are given anew."""
+        self._run.runs, self._run.totals, self._run.recent = runs, totals, recent
+
+    @staticmethod
+    def choose_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
+        """Those that have labels of their own. Given the newest first."""
+        return [run for run in runs if run.ended_at is None and not run.hidden][:MOST_RUNS]
 
     def page(self) -> bytes:
         return generate_latest(self.registry)

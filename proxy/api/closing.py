@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from contract.attempts import ENDED
+from contract.sessions import TokenSums
 from proxy import rows
 from proxy.errors import Conflict, NotFound, StoreUnavailable, VerbatimError
 from proxy.services import Services
@@ -28,7 +30,7 @@ from proxy.store.states import SessionInfo, SessionState
 from reconstruct.accounting import measure_lost_share, presume_delivered
 from reconstruct.errors import ReconstructError
 from reconstruct.records import Call
-from reconstruct.trajectory import Trajectory
+from reconstruct.trajectory import Quarantined, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -230,9 +232,9 @@ async def _build_member(services: Services, state: SessionState) -> tuple[GroupM
     except ReconstructError as error:
         log.error("session %s has no usable trajectories: %s", session_id, error)
         return GroupMember(session_id, False, state.reward, 0, 0, complete=False, run=state.info.run), [
-            _describe_end(services, state)
+            replace(_describe_end(services, state), incomplete=True)
         ]
-    await services.sessions.note_sampled(session_id, built.accounting.sampled_tokens)
+    await services.sessions.note_accounting(session_id, _sum_up(built))
     by_policy = _count_by_policy(built.rows)
     usable = (
         state.status in RUN_ENDED and state.reward is not None and bool(by_policy) and _keeps_enough(services, state, built)
@@ -242,6 +244,20 @@ async def _build_member(services: Services, state: SessionState) -> tuple[GroupM
     counted = (default.rows, default.oldest_version, by_policy, complete)
     member = GroupMember(session_id, usable, state.reward, *counted, state.info.run)
     return member, await _measure_outcomes(services, state, built)
+
+
+def _sum_up(built: rows.Built) -> TokenSums:
+    accounting, quarantined = built.accounting, Counter[str]()
+    for item in accounting.quarantined:
+        quarantined[item.reason] += item.tokens
+    return TokenSums(
+        sampled_tokens=accounting.sampled_tokens,
+        exported_tokens=accounting.exported_tokens,
+        quarantined=dict(quarantined),
+        dangling_calls=accounting.dangling_calls,
+        complete=accounting.complete,
+        truncated=any(row.truncated for row in built.rows if row.loss_mask.any()),
+    )
 
 
 def _keeps_enough(services: Services, state: SessionState, built: rows.Built) -> bool:
@@ -273,13 +289,26 @@ def _count_by_policy(built: Sequence[Trajectory]) -> dict[str, PolicyRows]:
 
 
 async def _measure_outcomes(services: Services, state: SessionState, built: rows.Built) -> list[PolicyOutcome]:
-    """One per policy that sampled in the session; without any call, one of the default policy."""
+    """One per policy that sampled in the session; without any call, one of the default policy. Calls without a record are the first's."""
     calls: dict[str, list[Call]] = {}
     for call in (*built.settled.forest.calls.values(), *built.settled.stray):
         if call.call_id not in built.settled.replayed:
             calls.setdefault(call.policy, []).append(call)
     end = _describe_end(services, state)
-    return [await _measure_policy(services, end, policy, made, built) for policy, made in sorted(calls.items())] or [end]
+    end = replace(end, incomplete=not built.accounting.complete)
+    outcomes = [await _measure_policy(services, end, policy, made, built) for policy, made in sorted(calls.items())] or [end]
+    known = {call.call_id for made in calls.values() for call in made}
+    unknown = _group_by_reason(item for item in built.accounting.quarantined if item.call_id not in known)
+    return [replace(outcomes[0], quarantined={**unknown, **outcomes[0].quarantined}), *outcomes[1:]]
+
+
+def _group_by_reason(items: Iterable[Quarantined]) -> dict[str, tuple[int, int]]:
+    """Calls and tokens."""
+    found: dict[str, tuple[int, int]] = {}
+    for item in items:
+        calls, tokens = found.get(item.reason, (0, 0))
+        found[item.reason] = (calls + 1, tokens + item.tokens)
+    return found
 
 
 async def _measure_policy(
@@ -287,6 +316,8 @@ async def _measure_policy(
 ) -> PolicyOutcome:
     version = min((span.version for call in calls for span in call.node.spans), default=None)
     current = 0 if version is None else (await services.weights.current(policy)).version
+    made, sampled = {call.call_id for call in calls}, sum(len(call.node.completion_ids) for call in calls)
+    quarantined = _group_by_reason(item for item in built.accounting.quarantined if item.call_id in made)
     return replace(
         end,
         policy=policy,
@@ -294,7 +325,9 @@ async def _measure_policy(
         behind=0 if version is None else max(0, current - version),
         calls=len(calls),
         invalid_tool_calls=sum(call.invalid_tool_call for call in calls),
-        sampled_tokens=sum(len(call.node.completion_ids) for call in calls),
+        sampled_tokens=sampled,
+        exported_tokens=sampled - sum(tokens for _, tokens in quarantined.values()),
+        quarantined=quarantined,
         truncated=any(row.truncated for row in built.rows if row.policy == policy and row.loss_mask.any()),
     )
 
@@ -308,6 +341,7 @@ def _describe_end(services: Services, state: SessionState) -> PolicyOutcome:
         solved=state.reward is not None and state.reward >= settings.solved_reward,
         seconds=max(0.0, closed_at - state.info.created_at),
         label=choose_label(state.info.metadata, RUN_LABEL),
+        run=state.info.run,
     )
 
 

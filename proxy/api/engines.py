@@ -257,7 +257,10 @@ async def get_metrics(services: Served) -> Response:
         counts, totals = await asyncio.gather(services.delivery.count_groups(), services.delivery.load_totals())
         services.metrics.show_groups(counts, totals, await estimate_versions_ahead(services))
         services.metrics.show_free_bytes(await services.sessions.measure_free())
-        services.metrics.show_run(await services.delivery.load_curves("all"), await load_last_hour(services))
+        runs = services.metrics.choose_runs(await services.delivery.load_runs())
+        names = [run.run for run in runs]
+        sums = await services.delivery.load_curves("all", runs=names)
+        services.metrics.show_runs(runs, sums, await load_last_hour(services, names))
     return Response(services.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -136,7 +136,7 @@ async def list_groups(
 ) -> Response:
     """The groups of the thousand newest sessions, newest first. Those of older sessions are found by their id."""
     groups = (await newest_groups(services, search))[:limit]
-    return json_response({"groups": [shown for shown, _ in await _describe_all(services, groups)]})
+    return json_response({"groups": [shown for shown, _ in await describe_groups(services, groups)]})
 
 
 @router.get("/{group_id:path}", responses={200: {"model": OneGroup, "description": "the group"}})
@@ -145,7 +145,7 @@ async def read_group(services: Served, group_id: Annotated[str, Path(description
     group = await load_group(services, group_id)
     if group is None:
         raise NotFound(f"there is no group {group_id!r}")
-    ((shown, standings),) = await _describe_all(services, [group])
+    ((shown, standings),) = await describe_groups(services, [group])
     members = [
         {
             "session_id": state.info.session_id,
@@ -159,7 +159,7 @@ async def read_group(services: Served, group_id: Annotated[str, Path(description
     return json_response({**shown, "members": members})
 
 
-async def _describe_all(services: Services, groups: Sequence[GroupView]) -> list[tuple[dict[str, Any], list[str]]]:
+async def describe_groups(services: Services, groups: Sequence[GroupView]) -> list[tuple[dict[str, Any], list[str]]]:
     """Each group as the wire has it, and where the round of each member stands."""
     ids = [state.info.session_id for group in groups for state in group.sessions]
     standings = dict(zip(ids, await services.delivery.load_standings(ids), strict=True)) if ids else {}

@@ -135,7 +135,8 @@ async def list_sessions(
     states, following = await services.sessions.list_sessions(
         status=status, group_id=group_id, run=run, limit=limit, cursor=cursor
     )
-    return json_response({"sessions": [session_as_wire(state) for state in states], "cursor": following})
+    listed = [session_as_wire(state) | {"accounting": state.accounting and asdict(state.accounting)} for state in states]
+    return json_response({"sessions": listed, "cursor": following})
 
 
 @router.get("/{session_id}", dependencies=ADMIN, responses={200: {"model": SessionDetail, "description": "the session"}})

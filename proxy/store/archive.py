@@ -133,5 +133,5 @@ def _strip(info: SessionInfo) -> SessionInfo:
 def _normalize(state: SessionState) -> SessionState:
     """Without what may differ: the same reward may have been set again."""
     return replace(
-        state, info=replace(_strip(state.info), needs=()), updated_at=0.0, unserved=None, replayed_at=None, sampled_tokens=None
+        state, info=replace(_strip(state.info), needs=()), updated_at=0.0, unserved=None, replayed_at=None, accounting=None
     )

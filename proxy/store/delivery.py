@@ -22,13 +22,15 @@ from proxy.store.keys import (
     GROUP_TOTALS,
     RUN_CELLS,
     RUN_CURVES,
+    RUN_GROUPS,
+    RUNS,
     pack,
     pack_versioned,
     parse_hash,
     unpack,
     unpack_versioned,
 )
-from proxy.store.run import Axis, Curve, Point, PolicyOutcome, encode_outcomes
+from proxy.store.run import Axis, Curve, Point, PolicyOutcome, RunRecord, encode_outcomes
 
 log = logging.getLogger(__name__)
 
@@ -336,10 +338,31 @@ class DeliveryStore:
             )
         return [reference.decode() for reference in found]
 
-    async def load_curves(self, axis: Axis, newest: int = 0) -> list[Curve]:
-        """What `fill` has counted: all curves of the axis, by policy and label; of each only its `newest` points, unless that is 0."""
+    async def load_runs(self) -> list[RunRecord]:
+        """All runs, the one that began last first."""
+        flat, states = await self._redis.execute("HGETALL", RUNS), await self._redis.execute("HGETALL", RUN_GROUPS)
+        groups: dict[str, dict[tuple[str, str], int]] = {}
+        for name, number in parse_hash(states).items():
+            run, state, cause = name.decode().split("=", 2)
+            groups.setdefault(run, {})[state, cause] = int(number)
+        found = []
+        for name, packed in parse_hash(flat).items():
+            kept, run = unpack(packed, dict[str, Any]), name.decode()
+            found.append(
+                RunRecord(run, kept["since"], kept["at"], kept.get("ended_at"), kept.get("hidden", False), groups.get(run, {}))
+            )
+        return sorted(found, key=lambda each: (-each.since, each.run))
+
+    async def mark_run(self, run: str, now: float, *, ended: bool, hidden: bool) -> bool:
+        """Declares the run over and hidden, or not. False when nothing of it was ever counted."""
+        return bool(await self._run("mark_run", run, repr(now), int(ended), int(hidden)))
+
+    async def load_curves(self, axis: Axis, newest: int = 0, runs: Sequence[str] | None = None) -> list[Curve]:
+        """What `fill` has counted: the curves of the axis, by run, policy and label, of these runs or of all; of each only its `newest`
+        points, unless that is 0."""
         named = await self._redis.execute("HKEYS", RUN_CURVES)
-        names = sorted(name for name in (each.decode() for each in named) if name.startswith(f"{axis}="))
+        split = ((name, name.split("=", 2)) for name in (each.decode() for each in named))
+        names = sorted(name for name, (on, run, _) in split if on == axis and (runs is None or run in runs))
         if not names:
             return []
         kept = await self._redis.execute("HMGET", RUN_CURVES, *names)
@@ -470,8 +493,8 @@ def _refuse_ended(lease_id: str, status: str) -> NotFound | Conflict:
 def _parse_curves(names: Sequence[str], starts: Sequence[Sequence[int]], cells: Mapping[str, bytes | None]) -> list[Curve]:
     found = []
     for name, each in zip(names, starts, strict=True):
-        _, policy, label = name.split("=", 2)
-        found.append(Curve(policy, label, [Point(at, _parse_cell(cells[f"{at}={name}"])) for at in each]))
+        _, run, policy, label = name.split("=", 3)
+        found.append(Curve(policy, label, [Point(at, _parse_cell(cells[f"{at}={name}"])) for at in each], run))
     return found
 
 

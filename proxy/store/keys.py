@@ -3,7 +3,7 @@
 One session, all in the slot of `{s:<session_id>}`, until the session is deleted:
 
     vb:{s:<id>}:state      hash    info (msgpack), status, reward, per_call, per_branch, reward_metadata, error, closed_at,
-                                   updated_at, leased, bytes (of the calls' arrays and texts, uncompressed), sampled_tokens
+                                   updated_at, leased, bytes (of the calls' arrays and texts, uncompressed), accounting
     vb:{s:<id>}:calls      list    record bytes in commit order; append-only. A replayed call's is a reference to a record of another
                                    session: 0xc1, which begins no record, and [session_id, number] (msgpack)
     vb:{s:<id>}:forks      zset    session_id of each session that replays this one, by when it was announced; while there are any, this one
@@ -61,7 +61,9 @@ own are a group of their own, `<round>/<policy>=<group_id>`:
     vb:{delivery}:requests   hash  session_id -> CloseRequest (msgpack) of the announcement
     vb:{delivery}:outcomes   hash  session_id -> what it added to the numbers of the run (msgpack), until its group is acknowledged
     vb:{delivery}:cells      hash  <start>=<curve> -> sums of a cell of the run (msgpack), see proxy/store/run.py
-    vb:{delivery}:curves     hash  curve, `<axis>=<policy>=<label>` -> the starts of its cells, ascending (msgpack)
+    vb:{delivery}:curves     hash  curve, `<axis>=<run>=<policy>=<label>` -> the starts of its cells, ascending (msgpack)
+    vb:{delivery}:runs       hash  run -> {since, at, curves, ended_at, hidden} (msgpack), `RunRecord` of proxy/store/run.py
+    vb:{delivery}:run_groups hash  <run>=<state>=<cause> -> how many of the run's groups are in the state
 
 Weights, all in the slot of `{weights}`, kept for good. Those of other policies than the default have `:<policy>` appended:
 
@@ -134,6 +136,8 @@ DELIVERY = tuple(
         "outcomes",
         "cells",
         "curves",
+        "runs",
+        "run_groups",
     )
 )
 """In the order in which `scripts/_delivery.lua` unpacks them."""
@@ -141,6 +145,8 @@ GROUP_TOTALS = "vb:{delivery}:totals"
 GROUP_POLICIES = "vb:{delivery}:policies"
 RUN_CELLS = "vb:{delivery}:cells"
 RUN_CURVES = "vb:{delivery}:curves"
+RUNS = "vb:{delivery}:runs"
+RUN_GROUPS = "vb:{delivery}:run_groups"
 ARRIVALS = "vb:{delivery}:arrivals"
 
 WEIGHTS_IDENTITY = "vb:{weights}:identity"

@@ -1,4 +1,4 @@
-"""The numbers of a run: what closed sessions add up to, per policy and label, over weight versions and over time.
+"""The numbers of runs: what closed sessions add up to, per run, policy and label, over weight versions and over time.
 
 Every session that enters a group is counted by the script that fills the group, in the same atomic step: the sums are exact whatever
 crashes, a repeated close counts once, and a corrected reward replaces the earlier one. Groups are counted when they are decided.
@@ -11,8 +11,8 @@ The sums stand in *cells*. A curve has a cell per interval of its axis, and keep
 
 A session costs one update of a cell per axis, about 0.06 ms of Redis, and a group as much again; what it added, about 270 bytes, is
 kept until its group is acknowledged. A cell takes 250 to 400 bytes, so a policy and label with all its cells full takes about 1.2 MB.
-There are at most 192 curves (32 policies and labels), and further labels share `(other)`. Nothing expires: retention of sessions leaves
-these sums.
+There are at most 200 runs, of 32 policies and labels each and of 320 together: further runs and labels share `(other)`. Nothing expires:
+retention of sessions leaves these sums. Groups of each run are counted by state and cause, by the script that moves them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from contract.sessions import DEFAULT_RUN
+from proxy.reasons import REASONS, name_reason
 from proxy.store.keys import pack
 
 Axis = Literal["version", "versions", "minute", "quarter", "hours", "all"]
@@ -51,6 +53,11 @@ class PolicyOutcome:
     invalid_tool_calls: int = 0
     sampled_tokens: int = 0
     truncated: bool = False
+    run: str = DEFAULT_RUN
+    exported_tokens: int = 0
+    quarantined: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """By reason: calls and tokens."""
+    incomplete: bool = False
 
     @property
     def cells(self) -> dict[str, int]:
@@ -71,7 +78,13 @@ class PolicyOutcome:
             "invalid_tool_calls": self.invalid_tool_calls,
             "sampled_tokens": self.sampled_tokens,
             "seconds": self.seconds,
+            "exported_tokens": self.exported_tokens,
+            "incomplete": self.incomplete,
         }
+        for reason, (calls, tokens) in self.quarantined.items():
+            name = name_reason(reason)
+            given[CALLS + name] = given.get(CALLS + name, 0) + calls
+            given[TOKENS + name] = given.get(TOKENS + name, 0) + tokens
         if self.version is not None:
             given |= {"versioned": 1, "behind": self.behind}
         if self.reward is not None:
@@ -80,7 +93,7 @@ class PolicyOutcome:
 
     def encode(self) -> dict[str, Any]:
         """As `scripts/_run.lua` takes it."""
-        return {"policy": self.policy, "label": self.label, "cells": self.cells, "numbers": self.numbers}
+        return {"run": self.run, "policy": self.policy, "label": self.label, "cells": self.cells, "numbers": self.numbers}
 
 
 def encode_outcomes(outcomes: Iterable[PolicyOutcome]) -> bytes:
@@ -89,6 +102,8 @@ def encode_outcomes(outcomes: Iterable[PolicyOutcome]) -> bytes:
 
 REWARD = "r:"
 """Before a rounded reward, the name of the number of sessions that had it."""
+CALLS, TOKENS = "c:", "t:"
+"""Before a reason of quarantine, the names of the numbers of its calls and tokens."""
 
 
 def round_reward(reward: float) -> str:
@@ -153,6 +168,28 @@ class Point:
         return ended / self.rollouts if self.rollouts > 0 else None
 
     @property
+    def zero_rewards(self) -> float | None:
+        """The share of rewards that are 0."""
+        return self.count(f"{REWARD}0") / self.count("rewarded") if self.count("rewarded") > 0 else None
+
+    @property
+    def incomplete(self) -> float | None:
+        """The share of rollouts with a dangling or damaged call, or whose outcome depends on a quarantined one."""
+        return self._divide("incomplete", "rollouts")
+
+    @property
+    def lost(self) -> float | None:
+        """The share of sampled tokens that are in quarantine, but not by choice."""
+        lost = sum(tokens for reason, (_, tokens) in self.quarantined.items() if not REASONS[reason].chosen)
+        return lost / self.count("sampled_tokens") if self.count("sampled_tokens") > 0 else None
+
+    @property
+    def quarantined(self) -> dict[str, tuple[int, int]]:
+        """By reason, the most tokens first: calls and tokens."""
+        found = {reason: (int(self.count(CALLS + reason)), int(self.count(TOKENS + reason))) for reason in REASONS}
+        return dict(sorted(((reason, each) for reason, each in found.items() if each[0] > 0), key=lambda item: -item[1][1]))
+
+    @property
     def invalid_tool_calls(self) -> float | None:
         """The share of calls whose reply has a tool call that cannot be parsed."""
         return self._divide("invalid_tool_calls", "calls")
@@ -166,6 +203,11 @@ class Point:
     def tokens(self) -> float | None:
         """Sampled, per rollout."""
         return self._divide("sampled_tokens", "rollouts")
+
+    @property
+    def exported_tokens(self) -> float | None:
+        """Per rollout."""
+        return self._divide("exported_tokens", "rollouts")
 
     @property
     def calls(self) -> float | None:
@@ -199,11 +241,38 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """The points of one policy and label on an axis, ascending."""
+    """The points of one run, policy and label on an axis, ascending."""
 
     policy: str
     label: str
     points: Sequence[Point]
+    run: str = DEFAULT_RUN
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """A run. `since` and `at`: when a session of it was first and last counted, in epoch seconds. `ended_at`: when it was declared over.
+    `groups`: how many are in each state now, by state and cause; the cause says why a group was dropped or died, "" of the others."""
+
+    run: str
+    since: float
+    at: float
+    ended_at: float | None = None
+    hidden: bool = False
+    groups: Mapping[tuple[str, str], int] = field(default_factory=dict)
+
+
+CAUSES: Mapping[str, str] = {
+    "incomplete": "Members failed or never closed, and no others came.",
+    "never_acknowledged": "It was leased as often as allowed, and never acknowledged.",
+    "undeliverable": "Its rows could not be built when it was leased.",
+    "equal_rewards": "All its rewards are equal, and its rule drops such groups.",
+    "too_few_usable": "Too few of its members are usable for its rule.",
+    "stale": "Its tokens were older than the lease allowed, and the service drops such groups.",
+    "discarded": "Somebody dropped its dead letter.",
+    "deleted": "Sessions of it were deleted.",
+}
+"""Why a group is dropped or dead."""
 
 
 def merge(curves: Iterable[Curve]) -> list[Point]:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, S
 from dataclasses import dataclass, replace
 from typing import Any
 
-from contract.sessions import Fork, Unserved
+from contract.sessions import Fork, TokenSums, Unserved
 from proxy.errors import Conflict, NotFound, StoreUnavailable
 from proxy.store import keys
 from proxy.store.connection import Argument, Script, StoreConnection
@@ -242,9 +242,9 @@ class SessionStore:
         """No-op when the session is closed or has a later one."""
         await self._run("note_unserved", _state_and_calls(session_id), (repr(unserved.at), pack_versioned(unserved)))
 
-    async def note_sampled(self, session_id: str, tokens: int) -> None:
-        """Notes with a closed session how many tokens were sampled in it."""
-        await self._run("note_sampled", _state_and_calls(session_id), (tokens,))
+    async def note_accounting(self, session_id: str, accounting: TokenSums) -> None:
+        """Notes with a closed session what became of its tokens."""
+        await self._run("note_accounting", _state_and_calls(session_id), (pack_versioned(accounting),))
 
     async def give_up(self, session_id: str, intent: Intent) -> None:
         """Gives up the call of a process that is dead: it is dangling, and what it reserved is free."""

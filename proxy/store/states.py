@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
-from contract.sessions import LastEvents, OpeningFields, SessionProgress, SessionStatus, SettledFields, Unserved
+from contract.sessions import LastEvents, OpeningFields, SessionProgress, SessionStatus, SettledFields, TokenSums, Unserved
 from proxy.errors import Unavailable
 from proxy.store import keys
 from proxy.store.connection import StoreConnection
@@ -67,7 +67,7 @@ class SessionState(SessionProgress, LastEvents):
     """A session as it stands. It is `restoring` during an import."""
 
     info: SessionInfo
-    sampled_tokens: int | None = None
+    accounting: TokenSums | None = None
     """Known once the session is closed and ready for its group."""
 
 
@@ -117,7 +117,7 @@ def parse_state(snapshot: Any) -> SessionState | None:
         updated_at=float(fields[b"updated_at"]),
         unserved=unpack_versioned(fields[b"unserved"], Unserved) if b"unserved" in fields else None,
         replayed_at=float(fields[b"replayed_at"]) if b"replayed_at" in fields else None,
-        sampled_tokens=int(fields[b"sampled_tokens"]) if b"sampled_tokens" in fields else None,
+        accounting=unpack_versioned(fields[b"accounting"], TokenSums) if b"accounting" in fields else None,
     )
 
 

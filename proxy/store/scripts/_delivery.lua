@@ -7,7 +7,8 @@
 -- Rows belong to policies; '' is the default. A member's `rows` and `oldest` are the default policy's, named[policy] = {rows, oldest}
 -- another one's; parts[policy] = {rows, oldest} is what the group offers. A lease of one policy splits its part off a group that has
 -- several: `given` holds the policies split off, and the part is a separate group, `of` that policy.
--- `judged`: what the group has added to the numbers of the run.
+-- `judged`: what the group has added to the numbers of its run. `counted`: the run that it is counted in, `(other)` beyond the most that
+-- there may be. `cause`: the word for why it was dropped or died.
 redis.replicate_commands()
 
 local groups, rounds, members, ready, stale = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
@@ -15,7 +16,10 @@ local leases, deadlines, ended, dead = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local counts, announced, requests = KEYS[10], KEYS[11], KEYS[12]
 local filling, claims, opening, admitted = KEYS[13], KEYS[14], KEYS[15], KEYS[16]
 local totals, arrivals, unseen, policies = KEYS[17], KEYS[18], KEYS[19], KEYS[20]
-local outcomes, cells, curves = KEYS[21], KEYS[22], KEYS[23]
+local outcomes, cells, curves, runs, run_groups = KEYS[21], KEYS[22], KEYS[23], KEYS[24], KEYS[25]
+
+local MOST_RUNS = 200
+local OTHER = '(other)'
 
 -- For scripts that end or lease something, since only that makes room: a full Redis checks memory at a script's first write alone, and
 -- never refuses this one, an HDEL that changes nothing.
@@ -51,13 +55,34 @@ local function retract(session_id)
   redis.call('HDEL', requests, session_id)
 end
 
--- Moves a group to `status`, and updates counts and queues.
-local function move(ref, group, status)
+-- The run under whose name a run is counted: itself, until there are too many.
+local function counted_run(run, now)
+  if redis.call('HEXISTS', runs, run) == 0 then
+    run = redis.call('HLEN', runs) < MOST_RUNS and run or OTHER
+    if redis.call('HEXISTS', runs, run) == 0 then
+      redis.call('HSET', runs, run, cmsgpack.pack({since = now, at = now, curves = 0}))
+    end
+  end
+  return run
+end
+
+-- Counts the group in its state, or no longer with `by` -1.
+local function count_state(group, by)
+  redis.call('HINCRBY', counts, group.status, by)
+  local field = (group.counted or OTHER) .. '=' .. group.status .. '=' .. (group.cause or '')
+  if redis.call('HINCRBY', run_groups, field, by) == 0 then
+    redis.call('HDEL', run_groups, field)
+  end
+end
+
+-- Moves a group to `status` for `cause`, and updates counts and queues.
+local function move(ref, group, status, cause)
   if group.status ~= status then
     if group.status then
-      redis.call('HINCRBY', counts, group.status, -1)
+      count_state(group, -1)
     end
-    redis.call('HINCRBY', counts, status, 1)
+    group.status, group.cause = status, cause
+    count_state(group, 1)
     tally(status)
   end
   redis.call('ZREM', stale, ref)
@@ -82,13 +107,13 @@ local function is_settled(group)
 end
 
 -- The group never changes again. Its sessions remain known as its members until each is deleted.
-local function finish(ref, group, status)
+local function finish(ref, group, status, cause)
   for _, member in ipairs(group.members) do
     redis.call('HDEL', outcomes, member.id)
   end
   group.left, group.final = #group.members, true
   group.members, group.lease, group.fate = {}, nil, nil
-  move(ref, group, status)
+  move(ref, group, status, cause)
 end
 
 local function usable_members(group)
@@ -146,12 +171,12 @@ local function same_rewards(usable)
   return true
 end
 
--- A function of the members and the rule alone, so that a corrected reward changes the outcome.
+-- The status, and the cause of 'dropped'. A function of the members and the rule alone, so that a corrected reward changes the outcome.
 local function decide(group, needs, minimum, zero_variance)
   needs, minimum, zero_variance = apply_rule(group, needs, minimum, zero_variance)
   local usable = usable_members(group)
   if needs == 'drop' and #usable < #group.members then
-    return 'dropped'
+    return 'dropped', 'too_few_usable'
   end
   if needs == 'require_all' then
     if #usable < group.size then
@@ -160,10 +185,10 @@ local function decide(group, needs, minimum, zero_variance)
   elseif #group.members < group.size and not group.given_up then
     return 'filling'
   elseif #usable < math.max(minimum, 1) then
-    return 'dropped'
+    return 'dropped', 'too_few_usable'
   end
   if zero_variance == 'drop' and group.size > 1 and same_rewards(usable) then
-    return 'dropped'
+    return 'dropped', 'equal_rewards'
   end
   return 'ready'
 end

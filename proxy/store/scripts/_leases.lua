@@ -1,8 +1,8 @@
 -- After _ahead. Ends leases and returns their groups; tracks sessions admitted before their group has a member.
-local function kill(ref, group, reason, now)
+local function kill(ref, group, cause, reason, now)
   group.reason, group.lease, group.stale = reason, nil, nil
   redis.call('ZADD', dead, now, ref)
-  move(ref, group, 'dead')
+  move(ref, group, 'dead', cause)
 end
 
 local function end_lease(lease_id, lease, status, now)

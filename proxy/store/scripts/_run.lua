@@ -1,14 +1,14 @@
--- After _delivery. The numbers of the run (proxy/store/run.py): what closed sessions and decided groups add up to, in cells.
--- An entry: {policy, label, cells = {axis = start}, numbers = {name = number}}; it is added to one cell per axis. `outcomes` keeps the
+-- After _delivery. The numbers of runs (proxy/store/run.py): what closed sessions and decided groups add up to, in cells.
+-- An entry: {run, policy, label, cells = {axis = start}, numbers = {name = number}}; it is added to one cell per axis. `outcomes` keeps the
 -- entries of every member that may still be filled again, so that a member filled again takes back what it had added.
 
 -- Cells that each axis keeps of a curve, the newest. `all` is one cell that sums up everything.
 local KEPT_CELLS = {version = 500, versions = 500, minute = 360, quarter = 672, hours = 730, all = 1}
-local MOST_CURVES = 192
-local OTHER_LABEL = '(other)'
+-- Axes of 32 policies and labels in a run, of 320 in all.
+local MOST_OF_A_RUN, MOST_CURVES = 32, 1920
 
 local function curve_name(axis, entry)
-  return axis .. '=' .. entry.policy .. '=' .. entry.label
+  return axis .. '=' .. entry.run .. '=' .. entry.policy .. '=' .. entry.label
 end
 
 -- A new, empty cell; nil for one that is older than all that a full curve keeps.
@@ -52,16 +52,29 @@ local function uncount_session(session_id)
   redis.call('HDEL', outcomes, session_id)
 end
 
--- Counts the session's entries in place of those it had. The number of curves is bounded: further labels share one.
-local function count_session(session_id, entries)
+-- The number of curves is bounded: further labels of a run share one.
+local function bound_label(entry, record)
+  if redis.call('HEXISTS', curves, curve_name('all', entry)) == 1 then
+    return
+  end
+  if record.curves >= MOST_OF_A_RUN or redis.call('HLEN', curves) >= MOST_CURVES then
+    entry.label = OTHER
+  else
+    record.curves = record.curves + 1
+  end
+end
+
+-- Counts the session's entries, as those of this run, in place of those it had.
+local function count_session(session_id, entries, run, now)
   uncount_session(session_id)
+  local record = load_packed(runs, run)
   for _, entry in ipairs(entries) do
-    local is_new = redis.call('HEXISTS', curves, curve_name('all', entry)) == 0
-    if is_new and redis.call('HLEN', curves) >= MOST_CURVES then
-      entry.label = OTHER_LABEL
-    end
+    entry.run = run
+    bound_label(entry, record)
     count_entry(entry, 1)
   end
+  record.at = now
+  redis.call('HSET', runs, run, cmsgpack.pack(record))
   redis.call('HSET', outcomes, session_id, cmsgpack.pack(entries))
 end
 

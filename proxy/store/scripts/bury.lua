@@ -10,7 +10,7 @@ for _, ref in ipairs(lease.refs) do
   if ref == ARGV[2] then
     local group = load_packed(groups, ref)
     uncount_taken(group)
-    kill(ref, group, ARGV[3], now)
+    kill(ref, group, 'undeliverable', ARGV[3], now)
   else
     kept[#kept + 1] = ref
   end

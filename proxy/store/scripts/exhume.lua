@@ -43,12 +43,13 @@ for _, ref in ipairs(refs) do
   local group = load_packed(groups, ref)
   redis.call('ZREM', dead, ref)
   if action == 'drop' then
-    finish(ref, group, 'dropped')
+    finish(ref, group, 'dropped', 'discarded')
   else
     tally('retried')
     group.deliveries, group.since, group.reason = 0, now, nil
     measure(group)
-    move(ref, group, decide_again(group))
+    local status, cause = decide_again(group)
+    move(ref, group, status, cause)
   end
 end
 return {'ok', refs}

@@ -49,16 +49,17 @@ if ARGV[12] ~= '' then
   group.rule = cmsgpack.unpack(ARGV[12])
 end
 measure(group)
-count_session(session_id, cmsgpack.unpack(ARGV[15]))
-local status = decide(group, needs, tonumber(ARGV[10]), ARGV[11])
+group.counted = group.counted or counted_run(group.run, tonumber(ARGV[8]))
+count_session(session_id, cmsgpack.unpack(ARGV[15]), counted_run(ARGV[14], tonumber(ARGV[8])), tonumber(ARGV[8]))
+local status, cause = decide(group, needs, tonumber(ARGV[10]), ARGV[11])
 count_group(group, status)
 -- Every member has come, and failed ones are not replaced.
 if status == 'filling' and group.rule and group.rule.replacements == false and #group.members >= group.size then
   local usable = #usable_members(group)
   local found = usable .. ' of ' .. group.size .. ' members usable, ' .. #group.members - usable .. ' failed'
-  kill(ref, group, 'incomplete: ' .. found .. ', and they are not replaced', tonumber(ARGV[8]))
+  kill(ref, group, 'incomplete', 'incomplete: ' .. found .. ', and they are not replaced', tonumber(ARGV[8]))
 else
-  move(ref, group, status)
+  move(ref, group, status, cause)
 end
 retract(session_id)
 return group.status

@@ -167,7 +167,7 @@ local function pass_over(ref, group, parts)
   if stale_groups == 'drop' then
     ref, group = own_group(ref, group, parts)
     tally('stale_dropped')
-    move(ref, group, 'dropped')
+    move(ref, group, 'dropped', 'stale')
     return true
   end
   if not group.passed then
@@ -210,7 +210,7 @@ local function take_share(all)
       withheld = withheld + 1
     elseif group.deliveries >= max_deliveries then
       local times = group.deliveries .. (group.deliveries == 1 and ' time' or ' times')
-      kill(ref, group, 'delivered ' .. times .. ', never acknowledged; at last: ' .. group.fate, now)
+      kill(ref, group, 'never_acknowledged', 'delivered ' .. times .. ', never acknowledged; at last: ' .. group.fate, now)
     elseif too_old(me, parts) and stale_groups ~= 'flag' then
       withheld = withheld + (pass_over(ref, group, parts) and 0 or 1)
     else

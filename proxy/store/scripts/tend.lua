@@ -14,13 +14,16 @@ local function give_up(ref, group)
   tally('timed_out')
   local its_needs = apply_rule(group, needs)
   if its_needs == 'require_all' then
-    kill(ref, group, why(group), now)
+    kill(ref, group, 'incomplete', why(group), now)
     return
   end
   group.given_up = true
-  local status = its_needs == 'drop' and 'dropped' or decide(group, needs, minimum, ARGV[5])
+  local status, cause = 'dropped', 'too_few_usable'
+  if its_needs ~= 'drop' then
+    status, cause = decide(group, needs, minimum, ARGV[5])
+  end
   count_group(group, status)
-  move(ref, group, status)
+  move(ref, group, status, cause)
 end
 
 expire(now)

@@ -51,21 +51,21 @@ local function take_out(each, left)
       save_group(each, left)
     end
   elseif #left.members == 0 then
-    redis.call('HINCRBY', counts, left.status, -1)
+    count_state(left, -1)
     forget(each, left)
   elseif left.status == 'dropped' and (left.given_up or #left.members + 1 >= left.size) then
     -- With one member less it would pass for a filling or a ready group.
-    finish(each, left, 'dropped')
+    finish(each, left, 'dropped', 'deleted')
   elseif left.status == 'dead' then
     save_group(each, left)
   elseif left.given or left.of then
     -- The place stays empty: the group's other rows may have been trained already.
-    finish(each, left, 'dropped')
+    finish(each, left, 'dropped', 'deleted')
   else
     measure(left)
-    local status = decide(left, ARGV[2], tonumber(ARGV[3]), ARGV[4])
+    local status, cause = decide(left, ARGV[2], tonumber(ARGV[3]), ARGV[4])
     count_group(left, status)
-    move(each, left, status)
+    move(each, left, status, cause)
   end
 end
 

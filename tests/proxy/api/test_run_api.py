@@ -158,7 +158,7 @@ def test_metrics_show_the_sums_and_the_last_hour(service: RunningService, engine
         (sample.name, *(value for name, value in sample.labels.items() if name in ("status", "percentile"))): sample.value
         for family in families
         for sample in family.samples
-        if sample.name.startswith("verbatim_run_") and sample.labels["label"] == "math"
+        if sample.name.startswith("verbatim_run_") and sample.labels.get("label") == "math"
     }
     assert found["verbatim_run_rollouts_total", "completed"] == 2 and found["verbatim_run_rollouts_total", "failed"] == 1
     assert found["verbatim_run_calls_total",] == 3 and found["verbatim_run_rewarded",] == 2

@@ -74,3 +74,43 @@ def test_a_run_whose_name_is_not_plain_is_refused_with_the_rule_and_leaves_nothi
         assert "run" in answer.json()["error"]["message"] and "128 letters, digits" in answer.json()["error"]["message"]
     assert service.request("GET", "/sessions", params={"run": name}).status_code == 400
     assert service.request("GET", "/sessions").json()["sessions"] == []
+
+
+def read_run(service: RunningService, run: str) -> dict[str, Any]:
+    answer = service.request("GET", f"/runs/{run}", TRAINER)
+    assert answer.status_code == 200, answer.text
+    shown: dict[str, Any] = answer.json()
+    return shown
+
+
+def test_a_run_shows_what_it_lost_and_why_and_where_its_groups_are(service: RunningService, engine: ScriptedEngine) -> None:
+    play(service, "good")
+    engine.sampler.version = "step-120"  # no version that can be told from another: its tokens are not trained
+    play(service, "bad", reward=0.0)
+    sums = read_run(service, "bad")["sums"]
+    (lost,) = sums["quarantined"].values()
+    assert sums["quarantined"].keys() == {"weight_version_unknown"} and lost["calls"] == 1 and lost["tokens"] > 0
+    assert (sums["lost"], sums["zero_rewards"], sums["incomplete"], sums["exported_tokens"]) == (1.0, 1.0, 1.0, 0.0)
+    assert read_run(service, "good")["sums"]["lost"] == 0.0
+    assert read_run(service, "good")["groups"] == [{"state": "ready", "cause": "", "groups": 1}]
+    assert [each["run"] for each in service.request("GET", "/runs").json()["runs"]] == ["bad", "good"]
+    (listed,) = service.request("GET", "/sessions", params={"run": "bad"}).json()["sessions"]
+    assert listed["accounting"]["quarantined"] == {"weight_version_unknown": lost["tokens"]}
+    assert listed["session_id"] in service.request("GET", "/ui", params={"loss": "tokens lost"}).text
+    for query in ({"loss": "tokens lost", "run": "good"}, {"loss": "truncated"}):
+        assert "No session matches" in service.request("GET", "/ui", params=query).text
+
+
+def test_the_numbers_of_the_run_are_per_run_and_a_hidden_one_is_shown_only_by_name(service: RunningService) -> None:
+    for run in ("a", "b"):
+        play(service, run)
+    points = service.request("GET", "/run", TRAINER, params={"axis": "all"}).json()["points"]
+    assert [(point["run"], point["rollouts"]) for point in points] == [("a", 1), ("b", 1)]
+    marked = service.request("PUT", "/runs/b", TRAINER, json={"ended": True, "hidden": True})
+    assert marked.status_code == 200 and marked.json()["ended_at"] is not None
+    for query, shown in (({}, ["a"]), ({"run": "b"}, ["b"]), ({"run": ["a", "b"]}, ["a", "b"])):
+        points = service.request("GET", "/run", TRAINER, params={"axis": "all", **query}).json()["points"]
+        assert [point["run"] for point in points] == shown
+    metrics = service.request("GET", "/metrics").text
+    assert 'verbatim_run_group_states{cause="",run="a",state="ready"} 1.0' in metrics and 'run="b"' not in metrics
+    assert service.request("PUT", "/runs/nobodys", TRAINER, json={"ended": True}).status_code == 404
