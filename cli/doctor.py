@@ -17,8 +17,9 @@ import typer
 
 from cli.checks import EXTRAS, Check, check_disks, check_harness, check_readable, check_runtimes, print_checks
 from cli.engine_access import PROBE_SECONDS, check_engine, open_engine_client
-from cli.options import AsJson, ServiceUrl, find_missing, installed_version
+from cli.options import AsJson, OfRun, ServiceUrl, find_missing, installed_version
 from cli.refusal import CommandError
+from cli.training import check_training
 from reconstruct.extras import how_to_install
 
 if TYPE_CHECKING:
@@ -45,11 +46,13 @@ def doctor(
     data_dir: Annotated[
         Path, typer.Option(envvar="VERBATIM_DATA_DIR", metavar="DIR", help="Where the service keeps, or will keep, its data.")
     ] = Path("verbatim-data"),
+    run: OfRun = None,
     as_json: AsJson = False,
 ) -> None:
     """Check what a service, its engines, a node and this machine need: each line is ok, a note, or what to fix.
 
-    Without a running service it checks this machine alone. The exit code is 1 if something has to be fixed.
+    Of a running service it also looks at the last hundred sessions, and says what is lost to training and why.
+    Without one it checks this machine alone. The exit code is 1 if something has to be fixed.
 
     \b
     verbatim doctor
@@ -62,7 +65,7 @@ def doctor(
 
     # Libraries warn of what a check reports anyway.
     logging.disable(logging.WARNING)
-    checks = [check_version(), *check_extras(), *check_service(url)]
+    checks = [check_version(), *check_extras(), *check_service(url, run)]
     checks += check_engines(engine or ())
     if redis:
         checks += asyncio.run(check_redis(redis))
@@ -98,8 +101,8 @@ def check_extras() -> Iterator[Check]:
         yield Check("packages", "note", f"{purposes[extra]}: {missing} not installed", how_to_install(extra))
 
 
-def check_service(url: str | None) -> Iterator[Check]:
-    """The service, its clock, its store, its engines and its nodes."""
+def check_service(url: str | None, run: str | None = None) -> Iterator[Check]:
+    """The service, its clock, its store, its engines, its nodes, and what its last sessions are worth to a trainer."""
     from cli.control import CommandClient, RequestFailed
 
     is_there = False
@@ -124,6 +127,7 @@ def check_service(url: str | None) -> Iterator[Check]:
     yield from _check_store(control)
     yield from _check_replicas(engines)
     yield from _check_nodes(control)
+    yield from check_training(control, run)
 
 
 def _check_clock(date: str | None) -> Iterator[Check]:

@@ -23,6 +23,7 @@ from cli import (
     import_tasks,
     node,
     run,
+    runs,
     serve,
     sessions,
     tasks,
@@ -54,6 +55,7 @@ app.command("import", short_help="Restore exported sessions into a service.")(ex
 tasks.app.command("import", short_help="Turn published task sets into tasks.")(import_tasks.import_tasks)
 app.add_typer(sessions.app, name="sessions", short_help="Open, list, show, reward and close sessions.")
 app.add_typer(tasks.app, name="tasks", short_help="Import, submit, watch, list and cancel tasks.")
+app.add_typer(runs.app, name="runs", short_help="List and compare training runs.")
 app.add_typer(groups.app, name="groups", short_help="List groups, and why one is not leased.")
 app.add_typer(sessions.dead_letters, name="dead-letters", short_help="Groups no longer delivered: list, retry, drop.")
 app.add_typer(engines.app, name="engines", short_help="List, add and remove engines.")

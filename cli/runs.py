@@ -1,0 +1,162 @@
+"""`verbatim runs`: the training runs of a service, what each adds up to and loses, and several side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from cli.options import SERVICE, AsJson, ServiceUrl
+from proxy.reasons import REASONS
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help=f"List, show, compare, end and hide training runs. Sessions and tasks name theirs with --run. {SERVICE}",
+)
+Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
+ROWS: Mapping[str, tuple[str, bool]] = {
+    "rollouts": ("rollouts", False),
+    "mean reward": ("reward", False),
+    "rewards of 0": ("zero_rewards", True),
+    "solved": ("solved", True),
+    "groups": ("groups", False),
+    "groups with equal rewards": ("equal_groups", True),
+    "tokens lost": ("lost", True),
+    "incomplete": ("incomplete", True),
+    "truncated": ("truncated", True),
+    "timed out": ("timed_out", True),
+    "failed": ("failed", True),
+    "tokens per rollout": ("sampled_tokens", False),
+    "calls per rollout": ("calls", False),
+    "seconds per rollout": ("seconds", False),
+    "staleness": ("staleness", False),
+}
+"""What is shown of a run's sums, and whether it is a share."""
+
+
+@app.command("list", short_help="List runs, the newest first.")
+def list_(url: ServiceUrl = None, as_json: AsJson = False) -> None:
+    """List the runs, the one that began last first.
+
+    \b
+    verbatim runs list
+    """
+    from cli.control import CommandClient
+    from cli.tables import print_json, standard_output
+
+    runs = CommandClient(url).get("/runs")["runs"]
+    if as_json:
+        print_json(runs)
+    elif not runs:
+        typer.echo("no run yet: one begins when a session is closed with a reward")
+    else:
+        standard_output().print(runs_table(runs))
+
+
+@app.command("show", short_help="Show a run: rewards, losses and why, groups by state.")
+def show(run: Run, url: ServiceUrl = None, as_json: AsJson = False) -> None:
+    """Show what a run adds up to, what of it is lost and why, and where its groups are.
+
+    \b
+    verbatim runs show grpo-3
+    """
+    from cli.control import CommandClient
+    from cli.tables import print_json, standard_output
+
+    found = CommandClient(url).get(path_of(run))
+    if as_json:
+        print_json(found)
+        return
+    console = standard_output()
+    console.print(sums_table([found]))
+    for reason, lost in found["sums"]["quarantined"].items():
+        kept = "left out by choice" if REASONS[reason].chosen else "lost"
+        console.print(f"{reason}: {lost['tokens']} tokens of {lost['calls']} calls, {kept}. {REASONS[reason].sentence}")
+    for each in found["groups"]:
+        console.print(f"groups {each['state']}{' (' + each['cause'] + ')' if each['cause'] else ''}: {each['groups']}")
+
+
+@app.command("compare", short_help="Show several runs side by side.")
+def compare(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="The runs' names.")],
+    url: ServiceUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the same numbers of several runs in columns. Their curves over each other are on the page /ui/run.
+
+    \b
+    verbatim runs compare grpo-3 grpo-4
+    """
+    from cli.control import CommandClient
+    from cli.tables import print_json, standard_output
+
+    control = CommandClient(url)
+    found = [control.get(path_of(run)) for run in runs]
+    if as_json:
+        print_json(found)
+    else:
+        standard_output().print(sums_table(found))
+
+
+@app.command("mark", short_help="End or hide a run, or take that back.")
+def mark(
+    run: Run,
+    ended: Annotated[bool, typer.Option("--ended/--going", help="Over: the metrics leave it out.")] = False,
+    hidden: Annotated[bool, typer.Option("--hidden/--shown", help="Left out of the page and of GET /run.")] = False,
+    url: ServiceUrl = None,
+) -> None:
+    """Declare a run over or hidden; without a flag it is neither. Nothing is deleted.
+
+    \b
+    verbatim runs mark grpo-3 --ended
+    """
+    from cli.control import CommandClient
+
+    CommandClient(url).put(path_of(run), {"ended": ended, "hidden": hidden})
+    words = [word for word, said in (("over", ended), ("hidden", hidden)) if said]
+    typer.echo(f"{run}: {' and '.join(words) or 'going on, and shown'}")
+
+
+def path_of(run: str) -> str:
+    return f"/runs/{quote(run, safe='')}"
+
+
+def runs_table(runs: Sequence[Mapping[str, Any]]) -> Table:
+    from rich.table import Table
+
+    table = Table("run", "rollouts", "reward", "lost", "equal groups", "groups", "state")
+    for each in runs:
+        sums = each["sums"]
+        words = [word for word, said in (("over", each["ended_at"]), ("hidden", each["hidden"])) if said]
+        states = ", ".join(f"{state['groups']} {state['state']}" for state in each["groups"])
+        numbers = (_show(sums, *ROWS[name]) for name in ("rollouts", "mean reward", "tokens lost", "groups with equal rewards"))
+        table.add_row(each["run"], *numbers, states, ", ".join(words))
+    return table
+
+
+def sums_table(runs: Sequence[Mapping[str, Any]]) -> Table:
+    """A column per run."""
+    from rich.table import Table
+
+    table = Table("", *(each["run"] for each in runs))
+    for name, (key, is_share) in ROWS.items():
+        table.add_row(name, *(_show(each["sums"], key, is_share) for each in runs))
+    return table
+
+
+def _show(sums: Mapping[str, Any], key: str, is_share: bool) -> str:
+    value = sums[key]
+    return (
+        "-"
+        if value is None
+        else f"{100 * value:.1f} %"
+        if is_share
+        else f"{value:.4g}"
+        if isinstance(value, float)
+        else str(value)
+    )
