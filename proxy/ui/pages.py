@@ -11,10 +11,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.routing import APIRoute
 
-from proxy.api.groups import GroupView, load_group, newest_groups
+from proxy.api.groups import GroupView, describe_groups, load_group, newest_groups
 from proxy.errors import NotFound
 from proxy.ui.conversation import ShownCall, Thread
-from proxy.ui.listing import STATUSES, SessionFilter, session_page
+from proxy.ui.listing import LOSSES, STATUSES, SessionFilter, measure_lost, session_page
 from proxy.ui.pictures import Rewards, draw_tree
 from proxy.ui.rendering import page
 from proxy.ui.session_view import ONLY, CallFilter, ShownSession, describe_call, show_turn, summarize
@@ -49,12 +49,16 @@ async def sessions(
     status: Text = "",
     at_least: Text = "",
     at_most: Text = "",
+    run: Text = "",
+    loss: Text = "",
     cursor: Text = "",
 ) -> Response:
-    wanted = SessionFilter(q.strip(), status if status in STATUSES else "", _number(at_least), _number(at_most))
+    limits = (_number(at_least), _number(at_most), run.strip(), loss if loss in LOSSES else "")
+    wanted = SessionFilter(q.strip(), status if status in STATUSES else "", *limits)
     found, now = await asyncio.gather(session_page(ui.services, wanted, cursor or None), _now(ui))
-    query = {"q": q, "status": wanted.status, "at_least": at_least, "at_most": at_most}
-    return await page(request, "sessions.html", found=found, query=query, statuses=STATUSES, now=now, live=not cursor)
+    query = {"q": q, "status": wanted.status, "at_least": at_least, "at_most": at_most, "run": wanted.run, "loss": wanted.loss}
+    shown: dict[str, Any] = {"statuses": STATUSES, "losses": LOSSES, "lost": measure_lost}
+    return await page(request, "sessions.html", found=found, query=query, now=now, live=not cursor, **shown)
 
 
 async def groups(request: Request, ui: Shown, q: Text = "") -> Response:
@@ -71,7 +75,8 @@ async def group(request: Request, ui: Shown, id: Text) -> Response:
     if found is None:
         raise NotFound(f"there is no group {id}")
     live = found.closed < max(found.size, len(found.sessions))
-    return await page(request, "group.html", group=found, rewards=rewards_of(found), live=live)
+    ((described, _),) = await describe_groups(ui.services, [found])
+    return await page(request, "group.html", group=found, reason=described["reason"], rewards=rewards_of(found), live=live)
 
 
 async def _now(ui: Ui) -> dict[str, Any]:

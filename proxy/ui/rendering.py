@@ -19,6 +19,7 @@ import jinja2
 from fastapi import Request, Response
 from markupsafe import Markup, escape
 
+from proxy.reasons import REASONS, name_reason
 from proxy.store.states import SessionState
 from proxy.ui.conversation import pretty
 
@@ -77,6 +78,7 @@ def templates() -> jinja2.Environment:
         "highlight": highlight,
         "feedback": read_feedback,
         "begin": cut_feedback,
+        "why": explain_reason,
     }
     made.globals["address"] = address
     return made
@@ -152,6 +154,11 @@ def read_feedback(state: SessionState) -> str:
     """The evaluator's own words; "" if it gave none."""
     feedback = state.reward_metadata.get("feedback")
     return feedback.strip() if isinstance(feedback, str) else ""
+
+
+def explain_reason(reason: str) -> str:
+    """Why tokens are in quarantine, in a sentence."""
+    return REASONS[name_reason(reason)].sentence
 
 
 def cut_feedback(text: str) -> str:

@@ -135,7 +135,7 @@ def describe_rollout(rollout: Mapping[str, Any], session: SessionState | None, n
         attempt=rollout["attempt"],
         reward=_reward_of(rollout),
         calls=rollout["calls"] if session is None else session.calls,
-        tokens=None if session is None else session.sampled_tokens,
+        tokens=session.accounting.sampled_tokens if session and session.accounting else None,
         durations=measure_durations(rollout["times"], now),
         ended=_tell_end(rollout),
         feedback=begun,

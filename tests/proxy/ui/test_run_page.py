@@ -11,7 +11,8 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from proxy.store.run import Point, PolicyOutcome
-from proxy.ui.run_pages import MOST_POINTS, add_up, choose_ticks, draw_charts, measure_trend, thin
+from proxy.ui.run_charts import add_up, choose_ticks, draw_charts, thin
+from proxy.ui.run_pages import MOST_POINTS, measure_trend
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.browser import Browser, running_browser
 from tests.support.service.counted_run import BEGAN, LABELS, count, play_rollouts
