@@ -64,6 +64,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
     "sessions": {
         "updated_at": "epoch seconds",
         "status": "as the control API has it",
+        "run": "the training run that it belongs to",
         "trained": "false: no trainer gets it",
         "echo_policy": "`strict` or `minted`",
         "max_calls": "its [budget](../delivery.md#budgets)",

@@ -11,9 +11,8 @@ from contract.sessions import RunName
 from proxy.api.requests import Body, JsonBody, Served, json_response, require_trainer
 from proxy.api.run import POINT, PointShape, point_as_wire
 from proxy.errors import NotFound
-from proxy.reasons import REASONS
 from proxy.services import Services
-from proxy.store.run import CAUSES, Curve, Point, RunRecord, merge
+from proxy.store.run import Curve, Point, RunRecord, merge
 
 router = APIRouter(prefix="/runs", tags=["run"], dependencies=[Depends(require_trainer)], default_response_class=Response)
 
@@ -114,15 +113,3 @@ async def describe_runs(services: Services, records: Sequence[RunRecord]) -> lis
             }
         )
     return described
-
-
-def explain_losses(point: Point) -> list[dict[str, Any]]:
-    """Every reason for which tokens or calls are in quarantine, with its sentence, the most tokens first."""
-    return [
-        {"reason": reason, "calls": calls, "tokens": tokens, "why": REASONS[reason].sentence, "chosen": REASONS[reason].chosen}
-        for reason, (calls, tokens) in point.quarantined.items()
-    ]
-
-
-def explain_cause(cause: str) -> str:
-    return CAUSES.get(cause, "")
