@@ -9,7 +9,7 @@ from urllib.parse import quote
 import typer
 
 from cli.options import SERVICE, AsJson, ServiceUrl
-from proxy.reasons import REASONS
+from reconstruct.reasons import REASONS
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cli.checks import Check, State
-from proxy.reasons import REASONS, name_reason
+from reconstruct.reasons import REASONS, name_reason
 
 if TYPE_CHECKING:
     from cli.control import CommandClient

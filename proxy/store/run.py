@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from contract.sessions import DEFAULT_RUN
-from proxy.reasons import REASONS, name_reason
 from proxy.store.keys import pack
+from reconstruct.reasons import REASONS, name_reason
 
 Axis = Literal["version", "versions", "minute", "quarter", "hours", "all"]
 WIDTHS: Mapping[str, int] = {"version": 1, "versions": 20, "minute": 60, "quarter": 900, "hours": 21600, "all": 0}

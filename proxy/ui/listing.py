@@ -10,10 +10,10 @@ import msgspec
 
 from contract.sessions import SessionStatus, TokenSums
 from proxy.api.groups import READ_TOGETHER
-from proxy.reasons import REASONS, name_reason
 from proxy.services import Services
 from proxy.store.keys import listing_member
 from proxy.store.states import SessionState
+from reconstruct.reasons import REASONS, name_reason
 
 PAGE = 50
 SEARCHED = 2000

@@ -19,9 +19,9 @@ import jinja2
 from fastapi import Request, Response
 from markupsafe import Markup, escape
 
-from proxy.reasons import REASONS, name_reason
 from proxy.store.states import SessionState
 from proxy.ui.conversation import pretty
+from reconstruct.reasons import REASONS, name_reason
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "

@@ -16,11 +16,11 @@ from fastapi.routing import APIRoute
 
 from proxy.api.run import answer_run
 from proxy.errors import NotFound
-from proxy.reasons import REASONS, Reason
 from proxy.store.run import CAUSES, WIDTHS, Axis, Curve, Point, RunRecord, merge
 from proxy.ui.rendering import HEADERS, page
 from proxy.ui.run_charts import add_up, draw_charts, draw_spark, overlay_charts, tell, tell_start, thin, thin_all
 from proxy.ui.shown import Shown
+from reconstruct.reasons import REASONS, Reason
 
 MOST_POINTS = 80
 """Points of a chart; neighbours are added up where there are more."""

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from proxy.reasons import REASONS
 from proxy.store.run import Point
 from proxy.ui.run_charts import overlay_charts, thin_all
+from reconstruct.reasons import REASONS
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.browser import running_browser
 from tests.support.service.counted_run import count, play_rollouts

@@ -52,7 +52,9 @@ def count(redis_url: str, outcomes: Sequence[PolicyOutcome], prefix: str = "") -
         connection = StoreConnection(redis_url)
         delivery = DeliveryStore(connection)
         for at, outcome in enumerate(outcomes):
-            member = GroupMember(f"{prefix}s{at}", outcome.reward is not None, outcome.reward, 1, outcome.version or 0, run=outcome.run)
+            member = GroupMember(
+                f"{prefix}s{at}", outcome.reward is not None, outcome.reward, 1, outcome.version or 0, run=outcome.run
+            )
             await delivery.fill(f"{prefix}g{at // 4}", 4, member, PARTIAL, 1.0, None, [outcome])
         await connection.close()
 
