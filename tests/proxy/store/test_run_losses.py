@@ -6,10 +6,10 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from proxy.store.groups import GroupDefaults, GroupMember
+from proxy.store.groups import GroupDefaults, GroupMember, LeaseRecord
 from proxy.store.run import PolicyOutcome, merge
-from tests.proxy.store.test_delivery import lease, lease_one
 from tests.support.service.redis_server import Store
+from tests.support.sessions.filled_groups import ask, lease
 
 ALL = GroupDefaults("require_all")
 ENDED = PolicyOutcome(closed_at=60.0, status="completed", reward=1.0, solved=True, seconds=1.0, version=0, sampled_tokens=10)
@@ -50,7 +50,7 @@ async def test_groups_are_counted_by_state_and_cause_through_lease_return_and_ac
         await fill(store, name, replace(ENDED, run="a"), f"g-{name}")
     await fill(store, "half", replace(ENDED, run="a"), "g-half", 2)
     assert await groups_of(store, "a") == {("ready", ""): 2, ("filling", ""): 1}
-    taken = await lease_one(store)
+    taken = await lease(store)
     assert await groups_of(store, "a") == {("ready", ""): 1, ("leased", ""): 1, ("filling", ""): 1}
     await store.delivery.ack(taken.lease_id, 11.0)
     await store.delivery.tend(ALL, 10.0, 100.0)
@@ -69,7 +69,7 @@ async def test_states_add_up_to_the_groups_whatever_happens_to_them(store: Store
             run = chance.choice("ab")
             await fill(store, name, replace(ENDED, run=run, reward=reward), f"g{chance.randrange(8)}", 2)
         elif chance.random() < 0.5:
-            if (taken := await lease(store)) is not None:
+            if isinstance(taken := await ask(store), LeaseRecord):
                 await chance.choice((store.delivery.ack, store.delivery.nack))(taken.lease_id, 11.0)
         else:
             await store.delivery.withdraw(name, ALL)
