@@ -36,7 +36,7 @@ RELEASED := proxy,rollout,archive,otel
 # Tests start hundreds of interpreters; one that may not keep what it compiled compiles the whole project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo docs reference quick test templates test-engines test-programs mutants check install harnesses test-harnesses cost-baseline bench dist pins sbom audit clean
+.PHONY: help demo docs quick test templates test-engines test-programs mutants check install harnesses test-harnesses cost-baseline bench dist pins sbom audit clean
 .DEFAULT_GOAL := help
 
 help:
@@ -51,8 +51,7 @@ help:
 	@echo "make test-harnesses  real command-line agents at work through the service; needs Node.js 20 or newer; ARGS=... goes to pytest"
 	@echo "make test-engines VLLM=0.29.0  another version of vLLM: sessions on each of its paths, recomputed; a row per path in docs/engines.md"
 	@echo "make mutants         plants faults in a copy of the code, one at a time: the tests have to notice each; ARGS=--help"
-	@echo "make docs            the documentation as a site, in build/site; fails where a link leads nowhere"
-	@echo "make reference       write docs/reference from the code: HTTP, commands, settings"
+	@echo "make docs            docs/reference from the code, and the documentation as a site, in build/site; fails where a link leads nowhere"
 	@echo "make check           ruff, mypy --strict and the import rules"
 	@echo "make cost-baseline   count anew what a call costs, as the baseline that a test holds it to"
 	@echo "make install         only the environment of the others, in $(VENV)"
@@ -121,11 +120,9 @@ cost-baseline: $(INSTALLED)
 install: $(INSTALLED)
 
 docs: $(INSTALLED)
+	$(BIN)/python docs/site/reference.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "build/site/index.html"
-
-reference: $(INSTALLED)
-	$(BIN)/python docs/site/reference.py
 
 harnesses: $(HARNESS_STAMPS)
 

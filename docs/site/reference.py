@@ -1,4 +1,4 @@
-"""Writes docs/reference: the pages that are made from the code and committed, so that they can be read without a site. `make reference`."""
+"""Writes docs/reference: the pages that are made from the code and committed, so that they can be read without a site. `make docs`."""
 
 from __future__ import annotations
 

@@ -155,3 +155,11 @@ def test_every_value_that_the_page_names_is_one_of_the_chart() -> None:
                 break
     (shown,) = [each for each in re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL) if "proxyFrom" in each]
     rendered({"networkPolicy": yaml.safe_load(shown)["networkPolicy"]})
+
+
+def test_the_values_that_make_the_service_reachable_render_and_serve_what_the_page_asks_for() -> None:
+    (shown,) = [each for each in re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL) if "ingress:" in each]
+    values = yaml.safe_load(shown)
+    (rule,) = the(values, "Ingress", "verbatim")["spec"]["rules"]
+    assert values["proxy"]["publicUrl"] == f"https://{rule['host']}" and f"`https://{rule['host']}/healthz`" in PAGE
+    assert {"/healthz", "/sessions", "/s"} <= {each["path"] for each in rule["http"]["paths"]}

@@ -23,7 +23,7 @@ def test_the_reference_is_as_the_code_is_now() -> None:
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stdout.split(), done.stderr) == (0, [], ""), "run `make reference`, and commit what it writes"
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, [], ""), "run `make docs`, and commit what it writes"
 
 
 def test_every_object_of_the_http_api_that_is_named_is_explained() -> None:
