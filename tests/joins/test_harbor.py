@@ -1,0 +1,255 @@
+"""A job of Harbor's, unchanged, with the plug-in: Harbor and mini-swe-agent are real, the model is scripted.
+
+Harbor has an environment of its own, `make test-joins` makes it. In it is what the client's wheel holds, and nothing else of this folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import ROOT
+from tests.harnesses.installed import folder_of
+from tests.support.engine.scripted_engine import Generation, Say, ScriptedEngine
+from tests.support.service.redis_server import RedisServer
+from tests.support.service.running_service import ADMIN, TRAINER, RunningService
+
+HARBOR = ROOT / ".cache/joins/harbor/bin/harbor"
+LOCAL = "trainer_client.integrations.harbor_local:LocalEnvironment"
+SECONDS = 600
+"""Of a whole job."""
+TASK_TOML = """version = "1.0"
+[verifier]
+timeout_sec = 300
+[agent]
+timeout_sec = 300
+[environment]
+cpus = 1
+memory_mb = 1024
+storage_mb = 1024
+"""
+WORK = "echo hello > /app/out.txt"
+VERIFY = """#!/bin/bash
+[ "$(cat /app/out.txt)" = hello ] && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt
+"""
+
+
+@dataclass
+class Harbor:
+    """Runs Harbor's command in one folder. `jobs` has what it wrote."""
+
+    folder: Path
+    url: str
+
+    @property
+    def jobs(self) -> Path:
+        return self.folder / "jobs"
+
+    def run(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
+        variables = {
+            "PATH": f"{folder_of('mini').resolve()}:{os.environ['PATH']}",
+            "HOME": str(self.folder),
+            "PYTHONPATH": f"{self.folder / 'installed'}:{ROOT / 'tests/joins'}",
+            "VERBATIM_URL": self.url,
+            "VERBATIM_ADMIN_TOKEN": ADMIN,
+            # The operator's own: no agent may be given it.
+            "OPENAI_API_KEY": "sk-the-operators-own",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "BROKE_DOWN": str(self.folder / "broke-down"),
+        }
+        done = subprocess.run(
+            [HARBOR, *map(str, words)],
+            cwd=self.folder,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        return done
+
+    def job(
+        self, name: str, *agents: str, attempts: int = 2, retries: int = 1, retry_seconds: float = 120.0
+    ) -> list[dict[str, Any]]:
+        """The results of its trials."""
+        job = {
+            "job_name": name,
+            "jobs_dir": str(self.jobs),
+            "n_attempts": attempts,
+            "n_concurrent_trials": 2,
+            "skip_credential_checks": True,
+            "retry": {"max_retries": retries},
+            "environment": {"import_path": LOCAL, "kwargs": {"show": self._programs()}},
+            "agents": [{"name": f"harbor_agents:{agent}", "model_name": "openai/policy"} for agent in agents],
+            "datasets": [{"path": str(self.folder / "tasks")}],
+        }
+        (self.folder / "job.json").write_text(json.dumps(job))
+        self.run("run", "-c", "job.json", "--plugin", "verbatim", "--plugin-kwarg", f"retry_seconds={retry_seconds}", "-y")
+        return self.results(name)
+
+    def results(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in sorted((self.jobs / name).glob("*/result.json"))]
+
+    def _programs(self) -> str:
+        """What a sandbox has to be shown: the agent, and the Python that it was installed with."""
+        agent = folder_of("mini").resolve().parent
+        own = Path(
+            subprocess.check_output([agent / "bin/python", "-c", "import sys; print(sys.base_prefix)"], text=True).strip()
+        )
+        return ":".join(str(path) for path in (agent, own) if path.parts[1] != "usr")
+
+
+@contextmanager
+def harbor_at(folder: Path, url: str) -> Iterator[Harbor]:
+    task = folder / "tasks" / "hello"
+    for part in ("tests", "environment"):
+        (task / part).mkdir(parents=True)
+    (task / "instruction.md").write_text("Write hello into /app/out.txt.\n")
+    (task / "task.toml").write_text(TASK_TOML)
+    (task / "environment/Dockerfile").write_text("FROM scratch\n")
+    (task / "tests/test.sh").write_text(VERIFY)
+    yield Harbor(folder, url)
+
+
+@pytest.fixture(scope="module")
+def client_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the client's wheel holds, entry points included."""
+    built, installed = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("client")
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(built)]
+    subprocess.run(command, cwd=ROOT / "wheels/client", check=True, capture_output=True)
+    (wheel,) = built.glob("*.whl")
+    shutil.unpack_archive(wheel, installed, "zip")
+    return installed
+
+
+@dataclass
+class Job:
+    harbor: Harbor
+    service: RunningService
+    results: list[dict[str, Any]]
+
+    def of(self, agent: str) -> list[dict[str, Any]]:
+        return [each for each in self.results if each["config"]["agent"]["name"] == f"harbor_agents:{agent}"]
+
+    def sessions(self, agent: str) -> list[dict[str, Any]]:
+        listed = self.service.request("GET", "/sessions?limit=1000").json()["sessions"]
+        return [each for each in listed if each["metadata"]["agent"] == f"harbor_agents:{agent}"]
+
+
+def play(engine: ScriptedEngine) -> None:
+    def reply(generation: Generation, index: int) -> Say:
+        command = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT" if WORK in generation.prompt else WORK
+        return Say(engine.family.speak("Next.", calls=[("bash", {"command": command})]))
+
+    engine.script = reply
+
+
+@pytest.fixture(scope="module")
+def job(redis_server: RedisServer, client_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """One job with every agent: two attempts each, at one task."""
+    with (
+        ScriptedEngine("qwen3", max_model_len=32_768) as engine,
+        RunningService(engine.url, redis_server.url) as service,
+        harbor_at(tmp_path_factory.mktemp("harbor"), service.url) as harbor,
+    ):
+        (harbor.folder / "installed").symlink_to(client_wheel)
+        play(engine)
+        yield Job(harbor, service, harbor.job("all", "Installed", "BreaksDownOnce", "RunsOutOfTime", "CallsNothing"))
+
+
+def test_the_plug_in_is_found_by_its_name_and_brings_no_service(job: Job) -> None:
+    assert "verbatim" in job.harbor.run("plugins", "list").stdout
+    assert {path.name for path in (job.harbor.folder / "installed").iterdir() if "dist-info" not in path.name} == {
+        "contract",
+        "reconstruct",
+        "trainer_client",
+    }
+
+
+def test_attempts_are_a_group_with_the_verifiers_reward_and_their_rows_are_the_trials_details(job: Job) -> None:
+    sessions = {each["metadata"]["harbor_trial"]: each for each in job.sessions("Installed")}
+    assert [(each["status"], each["reward"], each["calls"]) for each in sessions.values()] == [("completed", 1.0, 2)] * 2
+    assert len({each["group_id"] for each in sessions.values()}) == 1
+    for result in job.of("Installed"):
+        session_id = sessions[result["trial_name"]]["session_id"]
+        answer = job.service.request("GET", f"/sessions/{session_id}/trajectories").json()
+        (row,) = answer["trajectories"]
+        (detail,) = result["agent_result"]["rollout_details"]
+        sampled = [token for turn in detail["completion_token_ids"] for token in turn]
+        assert sampled == [token for token, mask in zip(row["token_ids"], row["loss_mask"], strict=True) if mask]
+        told = [logprob for turn in detail["logprobs"] for logprob in turn]
+        assert told == [number for number, mask in zip(row["logprobs"], row["loss_mask"], strict=True) if mask]
+        assert row["token_ids"][: len(detail["prompt_token_ids"][1])] == detail["prompt_token_ids"][1]
+        accounting = answer["accounting"]
+        assert accounting["sampled_tokens"] == accounting["exported_tokens"] == len(sampled)
+        # What Harbor makes of the agent's own files is there as ever.
+        assert result["agent_result"]["n_output_tokens"] == len(sampled)
+        assert (job.harbor.jobs / "all" / result["trial_name"] / "agent/trajectory.json").exists()
+
+
+def test_a_retry_replaces_the_attempt_that_broke_down(job: Job) -> None:
+    sessions = job.sessions("BreaksDownOnce")
+    assert sorted(each["status"] for each in sessions) == ["completed", "completed", "failed"]
+    assert len({each["group_id"] for each in sessions}) == 1
+    (failed,) = [each for each in sessions if each["status"] == "failed"]
+    assert failed["error"] == "RuntimeError: the agent broke down"
+
+
+def test_what_an_agent_did_before_its_time_was_up_is_graded_and_trained(job: Job) -> None:
+    assert [(each["status"], each["reward"]) for each in job.sessions("RunsOutOfTime")] == [("timeout", 1.0)] * 2
+    assert all(result["agent_result"]["rollout_details"] for result in job.of("RunsOutOfTime"))
+
+
+def test_an_agent_that_never_called_the_model_has_failed_whatever_its_reward(job: Job) -> None:
+    assert [result["verifier_result"]["rewards"] for result in job.of("CallsNothing")] == [{"reward": 1.0}] * 2
+    sessions = job.sessions("CallsNothing")
+    assert [(each["status"], each["reward"]) for each in sessions] == [("failed", None)] * 2
+    assert all(each["error"].startswith("no_calls: ") for each in sessions)
+
+
+def test_a_trainer_gets_the_groups_and_no_session_is_left_open(job: Job) -> None:
+    listed = job.service.request("GET", "/sessions?limit=1000").json()["sessions"]
+    assert [each for each in listed if each["status"] == "open"] == []
+    leased = job.service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 9}).json()
+    assert len(leased["groups"]) == 3
+    assert [len(group["trajectories"]) for group in leased["groups"]] == [2, 2, 2]
+
+
+def test_the_operators_own_key_is_in_nothing_that_a_trial_leaves(job: Job) -> None:
+    """Agents print what they are given: their sessions' keys are there, and open nothing any more."""
+    text = "".join(path.read_text(errors="replace") for path in job.harbor.jobs.rglob("*") if path.is_file())
+    assert "sk-the-operators-own" not in text and "vb-" in text
+
+
+def test_a_job_is_resumed_into_the_same_groups(job: Job) -> None:
+    """A trial's configuration is stored, and compared when its job goes on: the plug-in must leave it as it is."""
+    before = {each["session_id"] for each in job.sessions("Installed")}
+    (first, *_) = job.of("Installed")
+    shutil.rmtree(job.harbor.jobs / "all" / first["trial_name"])
+    job.harbor.run("jobs", "resume", "-p", job.harbor.jobs / "all", "--plugin", "verbatim")
+    assert len(job.harbor.results("all")) == len(job.results)
+    (added,) = [each for each in job.sessions("Installed") if each["session_id"] not in before]
+    assert (added["status"], added["reward"]) == ("completed", 1.0)
+    assert added["group_id"] == job.sessions("Installed")[-1]["group_id"]
+
+
+def test_without_a_session_no_agent_runs(client_wheel: Path, tmp_path: Path) -> None:
+    """It would take the operator's own key to its vendor. The job ends well: its trials failed, each alone."""
+    with harbor_at(tmp_path, "http://127.0.0.1:1") as harbor:
+        (tmp_path / "installed").symlink_to(client_wheel)
+        results = harbor.job("away", "Installed", attempts=1, retries=0, retry_seconds=0.1)
+        (result,) = results
+        assert result["exception_info"]["exception_type"] == "NoAnswer"
+        assert result["agent_result"] is None
+        assert not (harbor.jobs / "away" / result["trial_name"] / "agent/mini-swe-agent.txt").exists()
