@@ -24,12 +24,15 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
 from typer.core import TyperGroup
 
 from cli.main import app
 from cli.rollout_service import KNOWN, add_rollouts
+from contract.deltas import stamp, write_digests
+from contract.tensor_files import Tensor, write_file
 from rollout.harnesses import catalogue
 from tests import ROOT
 from tests.cli.serving.test_tls import make
@@ -136,8 +139,12 @@ def dead_letters(page: Page) -> None:
 
 
 def checkpoints(page: Page) -> None:
+    """Two anchors, as a trainer writes them."""
+    tensor = Tensor("BF16", (3,), np.arange(3, dtype="u2"))
     for version in (11, 12):
-        (page.folder / f"version-{version}").mkdir()
+        (folder := page.folder / f"version-{version}").mkdir()
+        write_file(folder / "model.safetensors", {"w": ("BF16", (3,))}, [("w", tensor)])
+        write_digests(folder, {"w": stamp(tensor)}, version)
     pushed = page.service.request("POST", "/weights", json={"version": 11, "path": str(page.folder / "version-11")})
     assert pushed.json()["applied"], pushed.text
 
