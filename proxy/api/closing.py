@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 RUN_ENDED = ("completed", "timeout")
 """Statuses of a trainable session: an agent that ran out of time still did what the policy made it do."""
 DELETED = "deleted"
+"""Announced by a delete in place of a status."""
 RUN_LABEL = "label"
 """The field of a session's metadata whose value divides the numbers of its run."""
-"""Announced by a delete in place of a status."""
 SWEEP_AGE_SECONDS = 30.0
 """Age from which an announcement is taken to be left by a process that died or lost its store, not by one still at work."""
 STUCK_CLOSING_SECONDS = 60.0

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 class Standing:
     """The only writer of `Replica.healthy` and `Replica.reason`. `replicas_of` gives the replicas of a policy.
 
-    What befalls an engine befalls all its replicas; an adapter serves only while the base model does."""
+    What happens to an engine happens to all its replicas; an adapter serves only while the base model does."""
 
     def __init__(self, replicas_of: Callable[[str], Sequence[Replica]], seats: Seats, metrics: Metrics) -> None:
         self._replicas_of = replicas_of
