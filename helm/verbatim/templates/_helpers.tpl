@@ -167,7 +167,7 @@ http://{{ eq $root.Values.ipFamily "IPv6" | ternary (printf "[%s]" $host) $host 
 {{- define "verbatim.publicPaths" -}}
 http: [/s, /v1, /v1beta, /v1alpha]
 {{- if index . 1 }}
-control: [/attempts, /batches, /engines, /groups, /nodes, /run, /sessions, /tasks, /ui, /weights]
+control: [/attempts, /batches, /engines, /groups, /nodes, /run, /runs, /sessions, /tasks, /ui, /weights]
 {{- end }}
 {{- end -}}
 
