@@ -310,8 +310,11 @@ class SglangWeights(WeightApi):
         whole = self._whole and not label.startswith(TORN)
         return Loaded(whole, info.get("model_path"), int(label) if label.isdecimal() else None, 0)
 
-    async def check(self, path: str) -> None:
-        """Nothing: SGLang inspects a checkpoint only when it loads it."""
+    async def prepare(self, path: str, kind: str) -> str | None:
+        """None: SGLang inspects a checkpoint only when it loads it, and knows no digests. Raises StepRefused for a delta."""
+        if kind == "delta":
+            raise StepRefused("SGLang takes whole checkpoints and no deltas; push a full one")
+        return None
 
     async def check_transfer(self, transfer: Transfer) -> None:
         raise StepRefused(_NO_TRANSFER)

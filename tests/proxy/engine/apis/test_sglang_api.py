@@ -275,6 +275,13 @@ def test_an_engine_that_rolled_back_is_given_the_current_weights_before_it_serve
     assert (engine.label, engine.paused) == ("1", False)
 
 
+def test_a_delta_is_refused_before_it_touches_the_weights(opened: Callable[..., Opened]) -> None:
+    engine, service = opened(label="default")
+    pushed = service.request("POST", "/weights", json={"version": 1, "path": "/models/1", "kind": "delta"}).json()
+    assert not pushed["applied"] and "no deltas" in pushed["error"]
+    assert (engine.label, engine.paused, engine.holds) == ("0", False, "/models/first")
+
+
 def test_an_adapter_is_not_exchanged(opened: Callable[..., Opened]) -> None:
     _, service = opened(label="default")
     pushed = service.request("POST", "/weights", json={"version": 1, "path": "/models/a", "kind": "lora"})
