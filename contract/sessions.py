@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, Lt, MaxLen
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 
 from contract.rules import FINITE, LIST_OR_TUPLE, RULES, Checks, HttpUrl, Metadata, Name, SpeltAs, Wire, show
 from reconstruct.roles import RoleRule
@@ -155,6 +155,8 @@ class SessionFields(RunFields, SessionBudget):
     """Sessions in a complete group."""
     metadata: Metadata = field(default_factory=dict)
     """Stored with the session and its rows."""
+    project: Annotated[str, MinLen(1), MaxLen(40)] | None = None
+    """The project it belongs to, whose token may read, reward and close it."""
     trained: bool = True
     """False: it is never delivered to a trainer and never held back. For judges."""
 
@@ -279,6 +281,7 @@ _EXAMPLE: dict[str, Any] = {
     **{
         "run": "default",
         "metadata": {},
+        "project": None,
         "sampling": {},
         "trained": True,
         "echo_policy": "strict",

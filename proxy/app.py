@@ -19,7 +19,7 @@ from functools import cache, partial
 from fastapi import APIRouter, FastAPI
 from fastapi.concurrency import run_in_threadpool
 
-from proxy.api import archive, batches, calls, dead_letters, engines, groups, media, run, runs, sessions, weights
+from proxy.api import archive, batches, calls, dead_letters, engines, groups, media, projects, run, runs, sessions, weights
 from proxy.api.admission import reclaim_places
 from proxy.api.closing import build_group_defaults, choose_sweep_interval, close_idle, finish_announced
 from proxy.api.openapi import build_document
@@ -41,6 +41,7 @@ from proxy.limits import USUAL, ProcessLimits
 from proxy.memory import find_session_bytes
 from proxy.metrics import Metrics
 from proxy.outbound import Outbound
+from proxy.projects import Projects
 from proxy.retention import Retention
 from proxy.services import Services
 from proxy.settings import Settings
@@ -48,6 +49,7 @@ from proxy.store.archive import ArchiveStore
 from proxy.store.connection import StoreConnection, load_scripts
 from proxy.store.delivery import DeliveryStore
 from proxy.store.media import MediaStore
+from proxy.store.projects import ProjectStore
 from proxy.store.service import EngineStore, LogOuts, PeerStore, RedisClock, RetentionStore, WeightStore
 from proxy.store.sessions import SessionStore
 from proxy.timeline import Inflight
@@ -101,7 +103,7 @@ def _read_install() -> None:
 def build_control_router() -> APIRouter:
     """Sessions, batches, weights, engines and health. Its errors need `proxy.api.requests.install_error_handlers(app)`."""
     router = APIRouter()
-    for part in (sessions, calls, media, archive, groups, dead_letters, batches, weights, run, runs, engines):
+    for part in (sessions, calls, media, archive, projects, groups, dead_letters, batches, weights, run, runs, engines):
         router.routes.extend(part.router.routes)
     router.routes.extend(engines.health_router.routes)
     return router
@@ -141,6 +143,7 @@ def build_services(settings: Settings, store: StoreConnection, limits: ProcessLi
         peers=Peers(process, PeerStore(store), sessions, inflight, settings.close_wait_seconds),
         metrics=metrics,
         log_outs=LogOuts(store),
+        projects=Projects(ProjectStore(store)),
         outbound=outbound,
         hooks=(
             ForkHook(Replays(pool, sessions, cache, metrics)),

@@ -17,7 +17,8 @@ FORMATS = ("human", "json")
 LONGEST_TEXT = 8192
 """Characters of a message or a traceback in JSON: log collectors drop or split longer lines."""
 
-_KEY = re.compile(r"vb-[0-9a-f]{40}")
+_KEY = re.compile(r"(v[bpt])-[0-9a-f]{40}")
+"""Of a session or a project, and a project's token."""
 
 
 def escape(text: str) -> str:
@@ -39,7 +40,7 @@ class OneLine(logging.Formatter):
         return "\n".join(map(escape, super().formatException(ei).split("\n")))
 
     def format(self, record: logging.LogRecord) -> str:
-        return _KEY.sub("vb-...", super().format(record))
+        return _KEY.sub(r"\1-...", super().format(record))
 
 
 class JsonLine(logging.Formatter):
@@ -57,7 +58,7 @@ class JsonLine(logging.Formatter):
             # The end of a traceback says what happened.
             values["exception"] = self.formatException(record.exc_info)[-LONGEST_TEXT:]
         present = {name: value for name, value in values.items() if value is not None}
-        return _KEY.sub("vb-...", json.dumps(present, default=str))
+        return _KEY.sub(r"\1-...", json.dumps(present, default=str))
 
 
 def configure(level: str, form: str = "human") -> None:

@@ -23,6 +23,7 @@ optional. Under each address stand the role that may ask, and the statuses that 
 - admin: an admin token as `Authorization: Bearer`
 - trainer: a trainer token, or an admin token
 - node: a node token, or an admin token
+- project: the token of the session's project, or an admin token
 - session: the key of the session, as `Authorization: Bearer`, `x-api-key`, `x-goog-api-key` or `?key=`
 - anyone: nothing
 
@@ -32,7 +33,13 @@ optional. Under each address stand the role that may ask, and the statuses that 
 """
 MANY = 5
 """A status with the same meaning at so many operations is explained once."""
-WHO = {"AdminToken": "admin", "TrainerToken": "trainer", "NodeToken": "node", "SessionKey": "session"}
+WHO = {
+    "AdminToken": "admin",
+    "TrainerToken": "trainer",
+    "NodeToken": "node",
+    "ProjectToken": "project",
+    "SessionKey": "session",
+}
 
 
 @cache
@@ -113,6 +120,7 @@ def _list_groups(document: dict[str, Any]) -> list[str]:
     order = [
         "sessions",
         "model calls",
+        "projects",
         "batches",
         "weights",
         "groups",

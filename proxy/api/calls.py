@@ -24,7 +24,7 @@ from proxy.api.requests import (
     choose_form,
     encode_each,
     encode_response,
-    require_admin,
+    require_owner,
 )
 from proxy.rows import CallsCursor
 from reconstruct.trajectory import encode_accounting, encode_row
@@ -177,7 +177,7 @@ class Trajectories(Body, json_schema_extra={"example": {"trajectories": [ROW], "
 
 @router.get(
     "/calls",
-    dependencies=[Depends(require_admin)],
+    dependencies=[Depends(require_owner)],
     description="In the order they were recorded, followed by those in flight. With n > 1 every choice is a separate call. "
     + ENCODINGS,
     responses={200: {"model": CallPage, "description": "a page"}},
@@ -204,7 +204,7 @@ async def list_calls(
 
 @router.get(
     "/trajectories",
-    dependencies=[Depends(require_admin)],
+    dependencies=[Depends(require_owner)],
     description=f"With the accounting of every sampled token: sampled = exported + quarantined. {ENCODINGS}",
     responses={200: {"model": Trajectories, "description": "the rows"}},
 )

@@ -20,7 +20,16 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode, JsonSchemaV
 from pydantic_core import core_schema
 
 from proxy.api.model_calls import describe_model_calls
-from proxy.api.requests import ErrorBody, JsonBody, read_adapter, require_admin, require_node, require_trainer
+from proxy.api.requests import (
+    ErrorBody,
+    JsonBody,
+    read_adapter,
+    require_admin,
+    require_node,
+    require_opener,
+    require_owner,
+    require_trainer,
+)
 
 Json = dict[str, Any]
 
@@ -44,11 +53,14 @@ TOKENS: Mapping[Any, tuple[str, ...]] = {
     require_admin: ("AdminToken",),
     require_trainer: ("TrainerToken", "AdminToken"),
     require_node: ("NodeToken", "AdminToken"),
+    require_opener: ("ProjectToken", "AdminToken"),
+    require_owner: ("ProjectToken", "AdminToken"),
 }
 SECURITY_SCHEMES: Json = {
     "AdminToken": {"type": "http", "scheme": "bearer", "description": "an admin token"},
     "TrainerToken": {"type": "http", "scheme": "bearer", "description": "a trainer token"},
     "NodeToken": {"type": "http", "scheme": "bearer", "description": "a node token"},
+    "ProjectToken": {"type": "http", "scheme": "bearer", "description": "the token of the session's project"},
     "SessionKey": {"type": "http", "scheme": "bearer", "description": "the key of the session"},
     "SessionKeyHeader": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "the key of the session"},
     "SessionKeyGoogle": {"type": "apiKey", "in": "header", "name": "x-goog-api-key", "description": "the key of the session"},

@@ -25,8 +25,10 @@ from starlette.types import Receive
 from proxy.auth import Role, check_local, check_once, credential
 from proxy.call import http
 from proxy.dialects.fields import check_depth
-from proxy.errors import RequestError, VerbatimError
+from proxy.errors import NotFound, RequestError, VerbatimError
+from proxy.projects import TOKEN
 from proxy.services import Services
+from proxy.store.projects import Project
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,34 @@ def require_trainer(request: Request) -> None:
 def require_node(request: Request) -> None:
     """Admit a node or the admin."""
     _require(request, Role.NODE)
+
+
+async def require_opener(request: Request) -> Project | None:
+    """Admit who may open sessions: the admin (None), or a project for itself."""
+    services = get_services(request)
+    secret = credential(request.headers, {})
+    if secret is None or not secret.startswith(TOKEN):
+        _require(request, Role.ADMIN)
+        return None
+    check_once(request.headers.raw)
+    try:
+        return await services.projects.admit(secret, TOKEN)
+    except RequestError as error:
+        services.metrics.count_refusal("control", error.code)
+        raise
+
+
+Opener = Annotated[Project | None, Depends(require_opener)]
+
+
+async def require_owner(
+    request: Request, session_id: Annotated[str, Path(description="The session's id.")], opener: Opener
+) -> None:
+    """Admit the admin, and the session's own project. To another project there is no such session."""
+    if opener is not None:
+        state = await get_services(request).sessions.load(session_id)
+        if state is None or state.info.project != opener.name:
+            raise NotFound(f"there is no session {session_id}")
 
 
 def _require(request: Request, role: Role) -> None:

@@ -30,16 +30,20 @@ from proxy.api import admission, closing, forks
 from proxy.api.requests import (
     Body,
     JsonBody,
+    Opener,
     PageCursor,
     PageSize,
     Served,
     SessionId,
     json_response,
     require_admin,
+    require_opener,
+    require_owner,
 )
 from proxy.auth import mint_key
 from proxy.dialects.catalogue import base_urls
 from proxy.errors import Conflict, NoCalls, NotFound, RequestError
+from proxy.projects import claim
 from proxy.services import Services
 from proxy.settings import Settings
 from proxy.store.states import SessionInfo, SessionState
@@ -51,6 +55,7 @@ run depends on them."""
 
 router = APIRouter(prefix="/sessions", tags=["sessions"], default_response_class=Response)
 ADMIN = [Depends(require_admin)]
+OWNER = [Depends(require_owner)]
 
 
 class Reward(Body, json_schema_extra={"example": {"reward": 1.0, "per_call": {}, "metadata": {"judge": "unit tests"}}}):
@@ -79,7 +84,7 @@ class AgentLog(Body, json_schema_extra={"example": {"text": "$ pytest\n1 failed,
 
 @router.post(
     "",
-    dependencies=ADMIN,
+    dependencies=[Depends(require_opener)],
     status_code=201,
     responses={
         201: {"model": OpenedSession, "description": "opened"},
@@ -89,9 +94,12 @@ class AgentLog(Body, json_schema_extra={"example": {"text": "$ pytest\n1 failed,
     },
 )
 async def open_session(
-    request: Request, services: Served, body: Annotated[NewSession, Depends(JsonBody(NewSession).read)]
+    request: Request, services: Served, opener: Opener, body: Annotated[NewSession, Depends(JsonBody(NewSession).read)]
 ) -> Response:
-    """A session is one run of a harness, which gets one of `base_urls` and `api_key` and needs nothing else."""
+    """A session is one run of a harness, which gets one of `base_urls` and `api_key` and needs nothing else. One that a project's token
+    opens is the project's, and so is its group, `<project>/<group_id>`."""
+    if opener is not None:
+        body = claim(body, opener.name)
     session_id, api_key = await open_new(services, body, request.is_disconnected)
     urls = make_base_urls(request, services.settings, session_id)
     return json_response({"session_id": session_id, "api_key": api_key, "base_urls": urls}, 201)
@@ -139,7 +147,7 @@ async def list_sessions(
     return json_response({"sessions": listed, "cursor": following})
 
 
-@router.get("/{session_id}", dependencies=ADMIN, responses={200: {"model": SessionDetail, "description": "the session"}})
+@router.get("/{session_id}", dependencies=OWNER, responses={200: {"model": SessionDetail, "description": "the session"}})
 async def get_session(services: Served, session_id: SessionId) -> Response:
     """Its current state. `unserved` is the last call that the service or the engine failed, and why."""
     state = await closing.load_session(services, session_id)
@@ -148,7 +156,7 @@ async def get_session(services: Served, session_id: SessionId) -> Response:
 
 @router.delete(
     "/{session_id}",
-    dependencies=ADMIN,
+    dependencies=OWNER,
     status_code=204,
     responses={
         204: {"description": "deleted"},
@@ -164,7 +172,7 @@ async def delete_session(services: Served, session_id: SessionId) -> Response:
 
 @router.post(
     "/{session_id}/reward",
-    dependencies=ADMIN,
+    dependencies=OWNER,
     responses={
         200: {"model": SessionView, "description": "the session"},
         409: {"description": "its group has been leased (`conflict`)"},
@@ -180,7 +188,7 @@ async def reward_session(
 
 @router.post(
     "/{session_id}/close",
-    dependencies=ADMIN,
+    dependencies=OWNER,
     responses={
         200: {"model": SessionView, "description": "the session"},
         409: {

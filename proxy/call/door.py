@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, cast
 from urllib.parse import parse_qsl
 
+from proxy.api.rollouts import open_for_call
 from proxy.auth import check_local, check_once, credential, key_opens, named_session, session_of_key
 from proxy.call.batch import ArrayMember, PromptArray
 from proxy.call.draft import Draft
@@ -54,6 +55,7 @@ from proxy.errors import (
     VerbatimError,
 )
 from proxy.images import check_image
+from proxy.projects import KEY
 from proxy.services import Services
 from proxy.store.states import SessionInfo
 from proxy.timeline import HARNESS, PARSE, REPLY, TIMELINE, Timeline, Waiting
@@ -181,6 +183,10 @@ class HarnessApp:
     async def _open_session(self, route: Route, headers: Mapping[str, str], query: Mapping[str, str]) -> Session:
         """The session that the request names and may use. Raises Unauthorized, Forbidden or NotFound."""
         key = credential(headers, query)
+        if route.session is None and key is not None and key.startswith(KEY):
+            return await open_for_call(self._services, key, headers, route.rollout)
+        if route.rollout is not None:
+            raise Unauthorized("the path names a rollout: send the key of its project")
         session_id = named_session(route.session, key, keyless=self._settings.open)
         if key is None or session_of_key(key) is None:
             check_local(headers)

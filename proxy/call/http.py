@@ -323,11 +323,12 @@ def headers_of(scope: Scope) -> dict[str, str]:
 
 # The routing table: which endpoint of which dialect a request is for. Exact: a path that no dialect lists is 404.
 #
-# The paths of an endpoint may follow `/s/{session}` and may end in a slash. HEAD is answered at every endpoint, and at the paths that
-# clients probe before their first call. A WebSocket upgrade is answered 426, so that a client that tries it falls back at once.
+# The paths of an endpoint may follow `/s/{session}`, or a project's `/r/{rollout}`, and may end in a slash. HEAD is answered at every
+# endpoint, and at the paths that clients probe before their first call. A WebSocket upgrade is answered 426, so that a client that tries
+# it falls back at once.
 
 
-_SESSION = r"(?:/s/(?P<session>[^/]+))?"
+_SESSION = r"(?:/s/(?P<session>[^/]+)|/r/(?P<rollout>[^/]+))?"
 _DEFAULT = "chat"
 """Whose error shape is used where no other dialect claims the path."""
 
@@ -344,12 +345,13 @@ class UpgradeRefused(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`session` is the one named in the path; `path` holds the path's other names. `action` None: a probe."""
+    """`session` or `rollout` is the one named in the path; `path` holds the path's other names. `action` None: a probe."""
 
     session: str | None
     dialect: str
     action: Action | None
     path: Mapping[str, str] = field(default_factory=dict)
+    rollout: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +370,7 @@ class Routes:
         # Calls first, since they are nearly all there is; an endpoint that asks for a header before one at its path that does not.
         self.entries = tuple(sorted(entries, key=lambda entry: (entry.endpoint.action != "call", entry.endpoint.header or "~")))
         self._owned = [(re.compile(each.paths), each.name) for each in known if each.paths and each.name != _DEFAULT]
-        self._harness = re.compile("|".join([r"/s/[^/]+(?:/|\Z)", *(each.paths for each in known if each.paths)]))
+        self._harness = re.compile("|".join([r"/[sr]/[^/]+(?:/|\Z)", *(each.paths for each in known if each.paths)]))
         probes = "|".join(["/", *(probe for each in known for probe in each.probes)])
         self._probes = re.compile(rf"{_SESSION}(?:{probes})?\Z")
 
@@ -378,7 +380,7 @@ class Routes:
 
     def guess_dialect(self, path: str) -> str:
         """The dialect whose error shape a client expects at this path, whether or not there is such an endpoint."""
-        rest = re.sub(r"\A/s/[^/]+", "", path)
+        rest = re.sub(r"\A/[sr]/[^/]+", "", path)
         for pattern, name in self._owned:
             if pattern.match(rest):
                 return name
@@ -396,7 +398,8 @@ class Routes:
                 continue
             if method == endpoint.method:
                 names = {name: value for name, value in match.groupdict().items() if value is not None}
-                return Route(names.pop("session", None), entry.dialect, endpoint.action, {**names, **endpoint.names})
+                session, rollout = names.pop("session", None), names.pop("rollout", None)
+                return Route(session, entry.dialect, endpoint.action, {**names, **endpoint.names}, rollout)
             allowed[endpoint.method] = None
         if method in ("GET", "HEAD") and (self._probes.match(path) or (method == "HEAD" and allowed)):
             return Route(None, self.guess_dialect(path), None)

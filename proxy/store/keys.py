@@ -77,6 +77,10 @@ Engines added at run time, in their own slot; kept until they are removed:
 
     vb:engines             hash    name -> StoredEngine (msgpack): URL or watched name, policy
 
+Projects, in their own slot; kept until they are removed:
+
+    vb:projects            hash    name -> Project (msgpack), with sha256 of its secrets
+
 The build, in its own slot; kept for good:
 
     vb:level               string  the least level (`proxy.store.service.LEVEL`) of a build that may serve the store
@@ -103,6 +107,7 @@ UNCLOSED = "vb:unclosed"
 LEVEL = "vb:level"
 PROCESSES = "vb:processes"
 ENGINES = "vb:engines"
+PROJECTS = "vb:projects"
 CUTS = "vb:cuts"
 
 

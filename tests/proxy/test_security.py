@@ -48,6 +48,10 @@ CONTROL = {
     ("PUT", "/sessions/{session_id}/log"): "admin",
     ("GET", "/sessions/{session_id}/records"): "admin",
     ("POST", "/sessions/{session_id}/records"): "admin",
+    ("POST", "/projects"): "admin",
+    ("GET", "/projects"): "admin",
+    ("DELETE", "/projects/{project}"): "admin",
+    ("PUT", "/projects/{project}/rollouts/{name}"): "admin",
     ("GET", "/groups"): "admin",
     ("GET", "/groups/{group_id:path}"): "admin",
     ("GET", "/batches/dead"): "admin",
@@ -72,7 +76,7 @@ CONTROL = {
 }
 """Every endpoint of the control side and who may call it. A new one has to be entered here."""
 
-PLACES = ("{session_id}", "{digest}", "{lease_id}", "{group:path}", "{group_id:path}", "{name:path}")
+PLACES = ("{session_id}", "{project}", "{name}", "{digest}", "{lease_id}", "{group:path}", "{group_id:path}", "{name:path}")
 
 BODILESS = {"/batches/{lease_id}/ack", "/batches/{lease_id}/nack", "/batches/dead/{group:path}/retry"}
 """Endpoints that take POST and read no body."""

@@ -165,9 +165,9 @@ http://{{ eq $root.Values.ipFamily "IPv6" | ternary (printf "[%s]" $host) $host 
 
 {{/* What is public, by the port that serves it: (list $ whetherControl). Without /metrics and /readyz, which carry no token. */}}
 {{- define "verbatim.publicPaths" -}}
-http: [/s, /v1, /v1beta, /v1alpha]
+http: [/r, /s, /v1, /v1beta, /v1alpha]
 {{- if index . 1 }}
-control: [/attempts, /batches, /engines, /groups, /nodes, /run, /runs, /sessions, /tasks, /ui, /weights]
+control: [/attempts, /batches, /engines, /groups, /nodes, /projects, /run, /runs, /sessions, /tasks, /ui, /weights]
 {{- end }}
 {{- end -}}
 

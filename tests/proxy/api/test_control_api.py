@@ -139,7 +139,15 @@ def said(response: httpx.Response) -> tuple[int, str, str]:
 
 
 EACH_FIELD: dict[str, Any] = {
-    **{"session_id": "s1", "task_id": "t", "group_id": "g", "group_size": 3, "metadata": {"a": [1]}, "trained": True},
+    **{
+        "session_id": "s1",
+        "task_id": "t",
+        "group_id": "g",
+        "group_size": 3,
+        "metadata": {"a": [1]},
+        "project": "p",
+        "trained": True,
+    },
     **{"sampling": {"seed": 7, "top_p": 0.5}, "echo_policy": "minted", "role_rules": [{"role": "side", "text": "title"}]},
     **{"group_policy": "allow_partial", "group_minimum": 2, "zero_variance": "drop", "max_quarantined_share": 0.25},
     **{"group_replacements": False, "max_calls": 3, "max_completion_tokens": 40, "max_total_tokens": 500, "replay": None},

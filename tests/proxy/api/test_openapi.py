@@ -179,6 +179,11 @@ def test_each_documented_answer_is_given_and_is_as_documented(running: RunningSe
     for left in walk("get", "/batches/dead", 200)["dead_letters"] or [{"letter_id": kill(running)}]:
         walk("delete", "/batches/dead/{group}", 200, group=left["letter_id"])
 
+    walk("post", "/projects", 201, {"name": "swe", "defaults": {"trained": True}})
+    walk("get", "/projects", 200)
+    walk("put", "/projects/{project}/rollouts/{name}", 200, {"group_id": "g", "group_size": 2}, project="swe", name="a")
+    walk("delete", "/projects/{project}", 204, project="swe")
+
     (tmp_path / "version-1").mkdir()
     walk("post", "/weights", 200, {"version": 1, "path": str(tmp_path / "version-1")})
     walk("get", "/weights", 200)
