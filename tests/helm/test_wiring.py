@@ -178,7 +178,7 @@ def test_probes_scrapes_and_the_ingress_ask_for_what_is_there() -> None:
     let_in = {each["path"] for each in paths}
     controlled = {"/" + path.split("/")[1] for path in there} - {"/healthz", "/readyz", "/metrics"}
     # The pages are for people, and in no description of the API.
-    assert let_in - {"/v1", "/v1beta", "/v1alpha"} == controlled | {"/ui"}
+    assert let_in - {"/r", "/v1", "/v1beta", "/v1alpha"} == controlled | {"/ui"}
     for asked in re.findall(r'ask\("\w+", f?"(/[\w/{}]*)"', (CHART / "files" / "test_service.py").read_text()):
         assert asked.replace("{name}", "{session_id}") in there or asked.startswith("/s/")
 
