@@ -68,7 +68,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class DeltaLink:
     """The header of a delta. `base` is the folder of its base."""
 
     folder: Path
@@ -95,7 +95,7 @@ class Chain:
     """An anchor and the deltas that follow it, oldest first. `stamps` and `root` are those of the last."""
 
     anchor: State
-    links: tuple[Link, ...]
+    links: tuple[DeltaLink, ...]
     stamps: Stamps
 
     @property
@@ -110,14 +110,14 @@ class Chain:
     def folders(self) -> tuple[Path, ...]:
         return (self.anchor.folder, *(link.folder for link in self.links))
 
-    def behind(self, root: str) -> tuple[Link, ...] | None:
+    def behind(self, root: str) -> tuple[DeltaLink, ...] | None:
         """The links that lead from `root` to the end; None if the chain does not pass it."""
         roots = [self.anchor.root, *(link.root for link in self.links)]
         return self.links[roots.index(root) :] if root in roots else None
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class WeightDelta:
     """A delta before it is written: entries by tensor, their changes, and the stamps of the new version."""
 
     entries: Mapping[str, bytes]
@@ -186,7 +186,9 @@ def apply_changes(before: np.ndarray[Any, Any], encoded: bytes, count: int) -> n
     return after
 
 
-def encode_delta(before: Mapping[str, Tensor], stamps: Stamps, after: Mapping[str, Tensor], *, most_bytes: int) -> Delta | None:
+def encode_delta(
+    before: Mapping[str, Tensor], stamps: Stamps, after: Mapping[str, Tensor], *, most_bytes: int
+) -> WeightDelta | None:
     """What changed from `before`, of which `stamps` are. None if a delta cannot tell or would not pay: another set of names, another dtype
     or shape of one, or more than `most_bytes` of entries."""
     if {name: (each.dtype, each.shape) for name, each in after.items()} != {
@@ -208,10 +210,10 @@ def encode_delta(before: Mapping[str, Tensor], stamps: Stamps, after: Mapping[st
         same[(before_digest, new[name])] = name
         if (left := left - len(entries[name])) < 0:
             return None
-    return Delta(entries, changes, new)
+    return WeightDelta(entries, changes, new)
 
 
-def write_delta(folder: Path, delta: Delta, version: int, base: State) -> None:
+def write_delta(folder: Path, delta: WeightDelta, version: int, base: State) -> None:
     """Writes `delta.safetensors` into the folder, for its place beside its base's. Raises OSError."""
     import numpy as np
 
@@ -264,7 +266,7 @@ def read_digests(folder: Path) -> State:
     return state
 
 
-def read_link(folder: Path) -> Link:
+def read_link(folder: Path) -> DeltaLink:
     """Raises BrokenWeights unless the folder's delta is whole, as far as its length and header tell."""
     file = folder / DELTA
     header = read_header(file)
@@ -277,7 +279,7 @@ def read_link(folder: Path) -> Link:
         listed = json.loads(told["changes"]).items()
         changes = {name: Change(before, after, int(entries), *like) for name, (before, after, entries, *like) in listed}
         base = folder.parent / told["base"]
-        link = Link(folder, int(told["version"]), base, told["base_root"], told["root"], changes, header)
+        link = DeltaLink(folder, int(told["version"]), base, told["base_root"], told["root"], changes, header)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, BrokenWeights):
             raise
@@ -306,7 +308,7 @@ def read_chain(folder: Path) -> Chain:
     """The chain that ends with the version in the folder. Reads headers and digests alone.
 
     Raises BrokenWeights naming the link that is missing, damaged, repeated, or follows another version than the one it names."""
-    links: list[Link] = []
+    links: list[DeltaLink] = []
     while is_delta(folder):
         links.insert(0, read_link(folder))
         if links[0].base in [link.folder for link in links]:
@@ -321,7 +323,7 @@ def read_chain(folder: Path) -> Chain:
     return Chain(anchor, tuple(links), stamps)
 
 
-def follow(stamps: Stamps, root: str, link: Link) -> Stamps:
+def follow(stamps: Stamps, root: str, link: DeltaLink) -> Stamps:
     """The stamps after the link. Raises BrokenWeights unless it follows that root and leads to its own."""
     if link.base_root != root:
         raise BrokenWeights(f"{link.folder} follows the root {link.base_root[:12]}, and {link.base.name} has {root[:12]}")
@@ -335,7 +337,7 @@ def follow(stamps: Stamps, root: str, link: Link) -> Stamps:
     return after
 
 
-def fold(base: Mapping[str, Tensor], links: tuple[Link, ...], stamps: Stamps) -> Iterator[tuple[str, Tensor]]:
+def fold(base: Mapping[str, Tensor], links: tuple[DeltaLink, ...], stamps: Stamps) -> Iterator[tuple[str, Tensor]]:
     """Every tensor after the links, one at a time and in order of name; `stamps` are those of the end. Raises BrokenWeights naming the
     first tensor that is not what its stamp says."""
     files = [map_file(link.folder / DELTA, link.header) for link in links]
@@ -350,7 +352,7 @@ def fold(base: Mapping[str, Tensor], links: tuple[Link, ...], stamps: Stamps) ->
         yield name, tensor
 
 
-def _change(tensor: Tensor, link: Link, name: str, change: Change, entries: Mapping[str, Tensor]) -> Tensor:
+def _change(tensor: Tensor, link: DeltaLink, name: str, change: Change, entries: Mapping[str, Tensor]) -> Tensor:
     try:
         encoded = entries[change.like or name].data.tobytes()
         return replace(tensor, data=apply_changes(tensor.data, encoded, change.entries))
@@ -376,7 +378,7 @@ def verify(state: State) -> None:
         check(name, tensors[name], wanted, f"in {state.folder}")
 
 
-def write_folded(folder: Path, base: Mapping[str, Tensor], links: tuple[Link, ...], stamps: Stamps, version: int) -> State:
+def write_folded(folder: Path, base: Mapping[str, Tensor], links: tuple[DeltaLink, ...], stamps: Stamps, version: int) -> State:
     """Writes the version after the links as a whole checkpoint with digests, and verifies what is in the file.
 
     Raises BrokenWeights, and OSError from a full disk."""

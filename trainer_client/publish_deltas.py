@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from contract.deltas import Delta, State, encode_delta, read_chain, root_of, stamp, write_delta
+from contract.deltas import State, WeightDelta, encode_delta, read_chain, root_of, stamp, write_delta
 from contract.tensor_files import BrokenWeights, Tensor
 from trainer_client.errors import UnpublishableWeights
 from trainer_client.publish import target_folder, version_folder, write_tensors
@@ -28,7 +28,7 @@ LARGEST_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Version:
+class PublishedVersion:
     """A version that was written: where it is and what it is, and a copy of its tensors."""
 
     state: State
@@ -39,8 +39,8 @@ class DeltaWriter:
     """Writes the versions of one model. Keeps a copy of the last one that was applied, in memory: as many bytes as a checkpoint has."""
 
     def __init__(self) -> None:
-        self._applied: Version | None = None
-        self._written: Version | None = None
+        self._applied: PublishedVersion | None = None
+        self._written: PublishedVersion | None = None
 
     def write(
         self,
@@ -64,11 +64,11 @@ class DeltaWriter:
             log.info("version %d is a whole checkpoint: %s", version, found)
             stamps = {name: stamp(tensor) for name, tensor in after.items()}
             write_tensors(tensors, directory, version, config=config, shard_bytes=shard_bytes, stamps=stamps)
-            self._written = Version(State(target, version, root_of(stamps), stamps), after)
+            self._written = PublishedVersion(State(target, version, root_of(stamps), stamps), after)
             return target, "full"
         with version_folder(directory, version) as folder:
             write_delta(folder.unfinished, found, version, base.state)
-        self._written = Version(State(target, version, root_of(found.stamps), found.stamps), after)
+        self._written = PublishedVersion(State(target, version, root_of(found.stamps), found.stamps), after)
         return target, "delta"
 
     def confirm(self) -> None:
@@ -76,8 +76,13 @@ class DeltaWriter:
         self._applied, self._written = self._written, None
 
     def _find_delta(
-        self, base: Version | None, after: Mapping[str, Tensor], target: Path, served_root: str | None, anchor_every: int
-    ) -> Delta | str:
+        self,
+        base: PublishedVersion | None,
+        after: Mapping[str, Tensor],
+        target: Path,
+        served_root: str | None,
+        anchor_every: int,
+    ) -> WeightDelta | str:
         """The delta, or why there is none."""
         if base is None:
             return "this trainer has published none before it, or the last push failed"

@@ -48,7 +48,7 @@ INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledErr
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RequestStep:
     """One request."""
 
     method: str
@@ -58,7 +58,7 @@ class Ask:
     accept: str = JSON
 
 
-Steps = Generator[Ask, Any, T]
+Steps = Generator[RequestStep, Any, T]
 
 
 class SessionAccess:
@@ -113,7 +113,7 @@ class SessionAccess:
     def _send_close(self, status: str, error: str | None, reward: float | None) -> Steps[None]:
         body = {"status": status, "error": error and error[:MOST_ERROR_CHARACTERS], "reward": reward}
         given = {name: value for name, value in body.items() if value is not None}
-        answer = yield Ask("POST", f"{self._path}/close", given)
+        answer = yield RequestStep("POST", f"{self._path}/close", given)
         self.status, self.error = answer["status"], answer["error"]
 
     def _calls(self) -> Steps[list[dict[str, Any]]]:
@@ -121,14 +121,14 @@ class SessionAccess:
         cursor: str | None = ""
         while cursor is not None:
             after = f"&cursor={quote(cursor, safe='')}" if cursor else ""
-            page = yield Ask("GET", f"{self._path}/calls?limit={CALLS_PAGE}{after}")
+            page = yield RequestStep("GET", f"{self._path}/calls?limit={CALLS_PAGE}{after}")
             calls += page["calls"]
             cursor = page["cursor"]
         return calls
 
     def _rows(self, builder: str | None) -> Steps[list[Trajectory]]:
         chosen = "" if builder is None else f"?builder={quote(builder, safe='')}"
-        answer = yield Ask("GET", f"{self._path}/trajectories{chosen}", accept=ACCEPT)
+        answer = yield RequestStep("GET", f"{self._path}/trajectories{chosen}", accept=ACCEPT)
         return [decode_trajectory(row) for row in answer["trajectories"]]
 
 
@@ -148,14 +148,16 @@ def open_steps(fields: Mapping[str, Any]) -> Steps[Mapping[str, Any]]:
     for left in reversed(range(TRIES)):
         session_id = chosen or uuid.uuid4().hex
         try:
-            opened: Mapping[str, Any] = yield Ask("POST", "/sessions", {**fields, "session_id": session_id}, WHEN_ADMITTED)
+            opened: Mapping[str, Any] = yield RequestStep(
+                "POST", "/sessions", {**fields, "session_id": session_id}, WHEN_ADMITTED
+            )
             return opened
         except ServiceError as error:
             # Of an id that the caller chose it is not known whose session has it.
             if not error.lost or chosen or not left:
                 raise
         with suppress(ResourceNotFound):
-            yield Ask("DELETE", f"/sessions/{session_id}")
+            yield RequestStep("DELETE", f"/sessions/{session_id}")
     raise AssertionError("the last try returns or raises")
 
 

@@ -39,7 +39,7 @@ from vllm.model_executor.model_loader.reload.meta import CopyCounter, to_meta_te
 
 from contract.tensor_files import BrokenWeights
 from proxy.engine.in_vllm.mirror import Mirror
-from proxy.engine.in_vllm.sources import Header, Headers, Preparation, Source, open_checkpoint, open_source
+from proxy.engine.in_vllm.sources import Headers, Preparation, TensorHeader, WeightSource, open_checkpoint, open_source
 
 logger = init_logger("vllm.verbatim")
 
@@ -213,14 +213,14 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
             return {"done": True, "error": str(error) or type(error).__name__}
         return {"done": True, "error": None, "root": source.root}
 
-    def _take_source(self, path: str) -> Source:
+    def _take_source(self, path: str) -> WeightSource:
         """What was prepared of the path, if it was verified. Otherwise it is read now, for its files may be others since."""
         prepared, self._preparation = self._preparation, None
         if prepared is not None and prepared.path == path and prepared.source is not None and prepared.source.root is not None:
             return prepared.source
         return open_source(path, None, self._mirror)
 
-    def _fit(self, source: Source, path: str) -> Headers:
+    def _fit(self, source: WeightSource, path: str) -> Headers:
         """What to load of it. Raises BadCheckpoint if it does not fit; the model is not touched."""
         headers = self._drop_tied(source, path)
         self._check_shapes(headers, path)
@@ -232,7 +232,7 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
         if transfer["group"] != self.state["group"]:
             raise BadCheckpoint("the engine is not in the trainer's NCCL group: the trainer has to connect again")
         described = zip(transfer["names"], transfer["dtype_names"], transfer["shapes"], strict=True)
-        headers = {name: Header(tuple(shape), getattr(torch, dtype)) for name, dtype, shape in described}
+        headers = {name: TensorHeader(tuple(shape), getattr(torch, dtype)) for name, dtype, shape in described}
         if len(headers) < len(transfer["names"]):
             raise BadCheckpoint("the trainer names a parameter twice")
         if twice := [name for name, first in self._tied.items() if name in headers and first in headers]:
@@ -251,7 +251,7 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
             self._nccl.shutdown()
             self._nccl = None
 
-    def _drop_tied(self, source: Source, path: str) -> Headers:
+    def _drop_tied(self, source: WeightSource, path: str) -> Headers:
         """Without the second name of tied weights, which must equal the first."""
         kept = dict(source.headers)
         for second, first in self._tied.items():
@@ -285,7 +285,7 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
             raise BadCheckpoint(f"{path} {what}")
         self._accepted = wanted
 
-    def _load(self, source: Source, headers: Headers, path: str) -> None:
+    def _load(self, source: WeightSource, headers: Headers, path: str) -> None:
         self.state = {**self.state, "whole": False}
         try:
             with torch.device(self.device):

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from contract.deltas import DIGESTS, Chain, Link, State, read_digests, verify, write_folded
+from contract.deltas import DIGESTS, Chain, DeltaLink, State, read_digests, verify, write_folded
 from contract.tensor_files import BrokenWeights, map_tensors
 
 CURRENT, LOCK, BUILDING = "current", "lock", "building"
@@ -75,7 +75,7 @@ class Mirror:
             return read_digests((self._place / CURRENT).resolve())
         return None
 
-    def _build(self, base: Path, chain: Chain, links: tuple[Link, ...]) -> State:
+    def _build(self, base: Path, chain: Chain, links: tuple[DeltaLink, ...]) -> State:
         building = self._place / BUILDING
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir()

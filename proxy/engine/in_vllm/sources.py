@@ -27,18 +27,18 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Header:
+class TensorHeader:
     """A tensor's shape and dtype, read without its data."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-Headers = Mapping[str, Header]
+Headers = Mapping[str, TensorHeader]
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """`root` is None for a checkpoint without digests; `kind` is what a push calls it."""
 
     @property
@@ -101,7 +101,7 @@ class Folded:
         return self.chain.stamps[first] == self.chain.stamps[second]
 
 
-def open_source(path: str, kind: str | None, mirror: Mirror | None) -> Source:
+def open_source(path: str, kind: str | None, mirror: Mirror | None) -> WeightSource:
     """What the push of `path` as `kind` (None: whatever it is) loads. Raises BrokenWeights, naming the file, link or tensor."""
     folder = Path(path)
     found = "delta" if is_delta(folder) else "full"
@@ -121,7 +121,7 @@ def open_source(path: str, kind: str | None, mirror: Mirror | None) -> Source:
         return Checkpoint(opened.headers, opened.places, chain.root)
     for _ in fold(map_tensors(chain.anchor.folder), chain.links, chain.stamps):
         pass
-    return Folded(chain, {name: Header(stamp.shape, DTYPES[stamp.dtype]) for name, stamp in chain.stamps.items()})
+    return Folded(chain, {name: TensorHeader(stamp.shape, DTYPES[stamp.dtype]) for name, stamp in chain.stamps.items()})
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -130,7 +130,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises BrokenWeights if it is missing, unreadable, truncated, or has a tensor twice."""
     if not path.exists():
         raise BrokenWeights(f"{path} does not exist on the engine's machine")
-    headers, places = dict[str, Header](), dict[str, Path]()
+    headers, places = dict[str, TensorHeader](), dict[str, Path]()
     for file, wanted in list_files(path).items():
         try:
             with safe_open(file, framework="pt", device="cpu") as tensors:
@@ -138,7 +138,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
                     if name in headers:
                         raise BrokenWeights(f"{path} holds {name} twice")
                     part = tensors.get_slice(name)
-                    headers[name], places[name] = Header(tuple(part.get_shape()), DTYPES[part.get_dtype()]), file
+                    headers[name], places[name] = TensorHeader(tuple(part.get_shape()), DTYPES[part.get_dtype()]), file
         except (SafetensorError, OSError) as error:
             raise BrokenWeights(f"{file} is not a whole safetensors file: {error}") from error
         except KeyError as error:
@@ -152,10 +152,10 @@ class Preparation:
     """`open` in a thread of the worker: a method that blocked would stop every stream of the engine meanwhile. `ticket` names it; `source`
     is what was opened, None until then."""
 
-    def __init__(self, ticket: str, path: str, open: Callable[[], Source]) -> None:
+    def __init__(self, ticket: str, path: str, open: Callable[[], WeightSource]) -> None:
         self.ticket, self.path = ticket, path
         self._open = open
-        self.source: Source | None = None
+        self.source: WeightSource | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=f"prepare {path}", daemon=True)
         self._thread.start()
@@ -164,7 +164,7 @@ class Preparation:
     def done(self) -> bool:
         return not self._thread.is_alive()
 
-    def result(self) -> Source:
+    def result(self) -> WeightSource:
         """What was opened, once `done`. Raises what opening it raised."""
         if self.source is None:
             assert self._error is not None, "it is not done"

@@ -12,7 +12,7 @@ import torch
 from contract.deltas import DELTA, has_digests, root_of, stamp
 from contract.tensor_files import BrokenWeights, map_tensors, read_header
 from proxy.engine.in_vllm.mirror import Mirror
-from proxy.engine.in_vllm.sources import Preparation, Source, open_checkpoint, open_source
+from proxy.engine.in_vllm.sources import Preparation, WeightSource, open_checkpoint, open_source
 from trainer_client.publish import write_weights
 from trainer_client.publish_deltas import DeltaWriter
 
@@ -84,7 +84,7 @@ def test_a_folder_is_refused_as_what_it_is_not(folder: Path) -> None:
 def test_a_preparation_does_not_wait_for_what_it_reads(folder: Path) -> None:
     going = threading.Event()
 
-    def open_late() -> Source:
+    def open_late() -> WeightSource:
         going.wait()
         return open_source(str(folder), "delta", None)
 
@@ -94,7 +94,7 @@ def test_a_preparation_does_not_wait_for_what_it_reads(folder: Path) -> None:
     preparation._thread.join()
     assert preparation.done and preparation.result() is preparation.source
 
-    def fail() -> Source:
+    def fail() -> WeightSource:
         raise BrokenWeights("damaged")
 
     failed = Preparation("another", str(folder), fail)
