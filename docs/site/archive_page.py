@@ -65,6 +65,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "updated_at": "epoch seconds",
         "status": "as the control API has it",
         "run": "the training run that it belongs to",
+        "project": "the project that it belongs to; null: none",
         "trained": "false: no trainer gets it",
         "echo_policy": "`strict` or `minted`",
         "max_calls": "its [budget](../delivery.md#budgets)",

@@ -69,6 +69,7 @@ SESSIONS = {
     "group_id": "string",
     "group_size": "int32",
     "run": "string",
+    "project": "string",
     "trained": "bool",
     "echo_policy": "string",
     "max_calls": "int64",
@@ -107,7 +108,7 @@ _DETAILS = {"top_token_ids": "<i4", "top_logprobs": "<f4", "prompt_logprobs": "<
 _JSON = ("per_call", "per_branch", "reward_metadata", "metadata", "sampling", "replay", "lookahead", "intents")
 _PLAIN = (
     *("session_id", "created_at", "closed_at", "updated_at", "status", "task_id", "group_id", "group_size", "reward"),
-    *("error", "calls", "run", "trained", "echo_policy", "max_calls", "max_completion_tokens", "max_total_tokens"),
+    *("error", "calls", "run", "project", "trained", "echo_policy", "max_calls", "max_completion_tokens", "max_total_tokens"),
 )
 
 
