@@ -80,7 +80,7 @@ class Side:
             read = script(played, stream)
         asked = (self.relay.asked[SAMPLE] > 0, self.relay.asked[GENERATE] > 0)
         assert asked == self.expected or not sampled
-        played.close()
+        played.close("completed" if played.calls else "failed")
         told = strip([read, played.calls, played.trajectories()])
         return json.loads(json.dumps(told, default=list).replace(played.session_id, "SESSION"))
 

@@ -534,7 +534,7 @@ def test_what_the_caller_got_wrong_is_a_client_error(
     assert "cachedContent" in str(wrong.message)
     assert wrong.details["error"]["details"][1]["fieldViolations"][0]["field"] == "cachedContent"
     assert session.calls == []
-    session.close()
+    session.close("failed")
     closed = refusal(client)
     assert (closed.code, closed.status) == (409, "ABORTED")
     service.request("DELETE", f"/sessions/{session.session_id}")

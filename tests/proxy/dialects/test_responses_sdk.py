@@ -469,7 +469,7 @@ def test_a_wrong_key_and_a_closed_session_are_errors(token_service: RunningServi
     session = token_service.session()
     wrong = plain_http.post(f"{session.base_url}/responses", headers={"Authorization": "Bearer no"}, json={})
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (401, "invalid_api_key")
-    session.close()
+    session.close("failed")
     with pytest.raises(APIStatusError) as closed:
         session.client.responses.create(model="policy", input="q")
     assert closed.value.status_code == 409
