@@ -257,7 +257,7 @@ def test_metrics_tell_whether_calls_found_their_session_in_memory(
 ) -> None:
     held: list[SessionCache] = []
 
-    def add(services: Services, _: Any) -> Addition:
+    def add(services: Services) -> Addition:
         held.append(services.cache)
         return Addition(APIRouter(), contextlib.nullcontext)
 
