@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 
 from cli.main import app
 from cli.refusal import CommandError
-from contract.sessions import Fork, GroupRule, Lookahead
+from contract.sessions import Fork, GroupRule, Lookahead, SessionView
 from proxy.api.sessions import session_as_wire, session_from_wire
 from proxy.archive.folder import ArchiveReader, ArchiveWriter, KnownSessions, read_table
 from proxy.archive.tables import SCHEMA_VERSION, TABLES, arrow_schema
@@ -64,6 +64,11 @@ for step in steps:
 """
 """Runs an export per step, with parts of one session each, into a folder named for the step, and kills it before that many syncs to
 disk."""
+
+
+def test_an_archive_has_a_column_for_every_field_that_a_session_is_shown_with() -> None:
+    """A field without one made every archive refuse to be imported again."""
+    assert {each.name for each in fields(SessionView)} <= TABLES["sessions"].keys()
 
 
 @pytest.fixture(scope="module")
