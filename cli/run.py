@@ -103,9 +103,11 @@ def run(
         try:
             with make_home(keep_home) as home:
                 adopt_orphans()
-                outcome = attempt(definition, session, words, model, home, passed, timeout, stop)
-                # A helper that the harness detached would call a closed session, and keep the home from its removal.
-                end_orphans()
+                try:
+                    outcome = attempt(definition, session, words, model, home, passed, timeout, stop)
+                finally:
+                    # A helper that the harness detached would call a closed session, and keep the home from its removal.
+                    end_orphans()
             outcome = check_calls(definition, session, outcome)
         finally:
             close(session, outcome, reward)

@@ -151,12 +151,8 @@ def sums_table(runs: Sequence[Mapping[str, Any]]) -> Table:
 
 def _show(sums: Mapping[str, Any], key: str, is_share: bool) -> str:
     value = sums[key]
-    return (
-        "-"
-        if value is None
-        else f"{100 * value:.1f} %"
-        if is_share
-        else f"{value:.4g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if value is None:
+        return "-"
+    if is_share:
+        return f"{100 * value:.1f} %"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -10,9 +10,9 @@ from pydantic import Field
 
 from contract.sessions import NewSession, SessionView
 from proxy.api.closing import load_session
-from proxy.api.requests import Body, JsonBody, Opener, Served, json_response, require_admin, require_opener
+from proxy.api.requests import Body, JsonBody, Opener, Served, json_response, parse_aside, require_admin, require_opener
 from proxy.api.rollouts import open_rollout
-from proxy.api.sessions import session_as_wire
+from proxy.api.sessions import find_harness_url, session_as_wire
 from proxy.auth import hash_key
 from proxy.dialects.catalogue import base_urls
 from proxy.errors import Conflict, Forbidden, NotFound, RequestError
@@ -46,10 +46,7 @@ class ProjectView(Body, json_schema_extra={"example": _EXAMPLE}):
     created_at: float
 
 
-class MadeProject(Body, json_schema_extra={"example": {**_EXAMPLE, **_SECRETS, "base_urls": _URLS}}):
-    name: str
-    defaults: dict[str, Any]
-    created_at: float
+class MadeProject(ProjectView, json_schema_extra={"example": {**_EXAMPLE, **_SECRETS, "base_urls": _URLS}}):
     key: str
     """For the framework's model calls. Shown only here."""
     token: str
@@ -80,8 +77,8 @@ async def make_project(
     read_rollout(project, name_session(project.name, "a"), {})
     if not await services.projects.store.add(project):
         raise Conflict(f"there is a project {project.name} already", param="name")
-    url = str(request.base_url) if services.settings.public_url is None else services.settings.public_url
-    return json_response({**as_wire(project), "key": key, "token": token, "base_urls": base_urls(url.rstrip("/"))}, 201)
+    urls = base_urls(find_harness_url(request, services.settings))
+    return json_response({**as_wire(project), "key": key, "token": token, "base_urls": urls}, 201)
 
 
 @router.get("", dependencies=ADMIN, responses={200: {"model": ProjectList, "description": "all of them"}})
@@ -122,7 +119,7 @@ async def declare_rollout(
     if found is None:
         raise NotFound(f"there is no project {project}")
     session_id = name_session(project, name)
-    body = read_rollout(found, session_id, _read_object(raw))
+    body = await parse_aside(raw, lambda raw: read_rollout(found, session_id, _read_object(raw)))
     await open_rollout(services, body)
     state = await load_session(services, session_id)
     check_declared(body, state.info)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from contextlib import suppress
 
-from contract.sessions import NewSession, OpeningFields
-from proxy.api import admission
-from proxy.auth import mint_key
+from contract.sessions import NewSession
+from proxy.api.sessions import open_new
 from proxy.call.session import Session
-from proxy.errors import NotFound, Unauthorized
+from proxy.errors import Conflict, NotFound, Unauthorized
 from proxy.projects import KEY, name_session, read_rollout
 from proxy.services import Services
 from proxy.store.states import SessionInfo
@@ -34,19 +33,11 @@ async def open_for_call(services: Services, key: str, headers: Mapping[str, str]
         return await services.cache.open(session_id, admits)
 
 
-async def open_rollout(services: Services, body: NewSession) -> bool:
-    """False if its session is there already. No key of its own opens it. Raises what `admission.open_session` does."""
-    assert body.session_id is not None
-    _, key_hash = mint_key(body.session_id)
-    info = SessionInfo(
-        body.session_id,
-        key_hash,
-        await services.clock.now(),
-        **{each.name: getattr(body, each.name) for each in fields(OpeningFields)}
-        | {"echo_policy": body.echo_policy or services.settings.echo_policy, "replay": None},
-    )
+async def open_rollout(services: Services, body: NewSession) -> None:
+    """Its session is there afterwards. No key of its own opens it. Raises what `open_new` does, but for a session that was there."""
 
     async def stays() -> bool:
         return False
 
-    return await admission.open_session(services, info, stays)
+    with suppress(Conflict):
+        await open_new(services, body, stays)

@@ -264,7 +264,10 @@ def check_judge(services: Services, lookahead: Lookahead) -> None:
 
 
 def make_base_urls(request: Request, settings: Settings, session_id: str) -> dict[str, str]:
-    """Under the URL by which harnesses reach this service, as far as the request reveals it."""
+    return base_urls(f"{find_harness_url(request, settings)}/s/{session_id}")
+
+
+def find_harness_url(request: Request, settings: Settings) -> str:
+    """The URL by which harnesses reach this service, as far as the request reveals it; without a slash at its end."""
     url = request.base_url if settings.control_port is None else request.base_url.replace(port=settings.port)
-    base = str(url) if settings.public_url is None else settings.public_url
-    return base_urls(f"{base.rstrip('/')}/s/{session_id}")
+    return (str(url) if settings.public_url is None else settings.public_url).rstrip("/")

@@ -10,8 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
 
 from cli.serving.logs import OneLine
+from proxy.api.sessions import find_harness_url
+from proxy.settings import Settings
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service import plain_http
 from tests.support.service.redis_server import RedisServer
@@ -114,6 +117,19 @@ def test_a_rollout_that_was_opened_as_something_else_is_not_declared(project: Pr
     late = project.ask("PUT", "/projects/swe/rollouts/early", json={"group_id": "g", "group_size": 2})
     assert (late.status_code, late.json()["error"]["code"]) == (409, "conflict")
     assert "group_id" in late.json()["error"]["message"]
+
+
+def test_a_rollout_whose_candidates_no_judge_can_compare_is_not_declared(project: Project) -> None:
+    """It was taken, and failed at its first call; `POST /sessions` refuses it."""
+    judged = {"lookahead": {"n": 2, "choose": "model", "model": "nobody"}}
+    refused = project.ask("PUT", f"/projects/{project.name}/rollouts/judged", json=judged)
+    assert (refused.status_code, refused.json()) == (400, project.ask("POST", "/sessions", json=judged).json())
+
+
+def test_a_projects_urls_lead_to_the_harness_side_where_the_control_side_has_a_port_of_its_own() -> None:
+    asked = Request({"type": "http", "scheme": "http", "server": ("service", 8701), "path": "/projects", "headers": []})
+    settings = Settings(engine=["http://127.0.0.1:1"], port=8700, control_port=8701)
+    assert find_harness_url(asked, settings) == "http://service:8700"
 
 
 def test_the_token_that_opens_a_session_reads_its_calls_and_rows(project: Project) -> None:
