@@ -66,8 +66,8 @@ def _judge_ends(trained: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
         yield Check(ABOUT, "fix", found, f"verbatim sessions show {failed[0]['session_id']}")
     waiting = [each for each in trained if each["status"] == "completed" and each["reward"] is None]
     if waiting:
-        found = f"{_count(len(waiting), 'completed session')} wait for a reward, and no trainer gets them"
-        state: State = "fix" if len(waiting) > len(trained) / 2 else "note"
+        found = f"no trainer gets {_count(len(waiting), 'completed session')} without a reward"
+        state: State = "fix" if len(trained) >= FEW and len(waiting) > len(trained) / 2 else "note"
         yield Check(ABOUT, state, found, "give tasks an evaluator, or post rewards: verbatim sessions reward")
     cut = [each for each in trained if each["accounting"] and each["accounting"]["truncated"]]
     if len(trained) >= FEW and len(cut) > len(trained) / 2:

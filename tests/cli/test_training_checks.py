@@ -53,8 +53,9 @@ def test_a_run_that_is_well_is_one_line() -> None:
 def test_few_sessions_of_one_reward_prove_nothing_and_what_waits_or_fails_is_named() -> None:
     assert judge(session(0, 0.0), session(1, 0.0)) == [("ok", "2 sessions closed last, nothing is lost")]
     assert judge() == [("note", "no session that could be trained has been closed yet")]
-    waiting = [session(number, None, accounting=None) for number in range(3)]
-    assert judge(*waiting)[0][0] == "fix" and "wait for a reward" in judge(*waiting)[0][1]
+    waiting = [session(number, None, accounting=None) for number in range(4)]
+    assert judge(*waiting) == [("fix", "no trainer gets 4 completed sessions without a reward")]
+    assert judge(waiting[0]) == [("note", "no trainer gets 1 completed session without a reward")], "as after the quick start"
     failed = [session(number, None, status="failed", error="no such model") for number in range(5)]
     assert judge(*failed) == [("fix", "5 of the last 5 sessions failed, the newest of them: no such model")]
 
