@@ -9,6 +9,7 @@ from urllib.parse import quote
 import typer
 
 from cli.options import SERVICE, AsJson, ServiceUrl
+from cli.refusal import CommandError
 from reconstruct.reasons import REASONS
 
 if TYPE_CHECKING:
@@ -106,20 +107,21 @@ def compare(
 @app.command("mark", short_help="End or hide a run, or take that back.")
 def mark(
     run: Run,
-    ended: Annotated[bool, typer.Option("--ended/--going", help="Over: the metrics leave it out.")] = False,
-    hidden: Annotated[bool, typer.Option("--hidden/--shown", help="Left out of the page and of GET /run.")] = False,
+    ended: Annotated[bool | None, typer.Option("--ended/--going", help="Over: the metrics leave it out.")] = None,
+    hidden: Annotated[bool | None, typer.Option("--hidden/--shown", help="Left out of the page and of GET /run.")] = None,
     url: ServiceUrl = None,
 ) -> None:
-    """Declare a run over or hidden; without a flag it is neither. Nothing is deleted.
+    """Declare a run over or hidden, or take that back. Nothing is deleted.
 
     \b
     verbatim runs mark grpo-3 --ended
     """
     from cli.control import CommandClient
 
-    CommandClient(url).put(path_of(run), {"ended": ended, "hidden": hidden})
-    words = [word for word, said in (("over", ended), ("hidden", hidden)) if said]
-    typer.echo(f"{run}: {' and '.join(words) or 'going on, and shown'}")
+    if ended is None and hidden is None:
+        raise CommandError("say which mark: --ended or --going, --hidden or --shown", exit_code=2)
+    marked = CommandClient(url).patch(path_of(run), {"ended": ended, "hidden": hidden})
+    typer.echo(f"{run}: {'over' if marked['ended_at'] else 'going on'}, {'hidden' if marked['hidden'] else 'shown'}")
 
 
 def path_of(run: str) -> str:

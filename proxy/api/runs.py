@@ -52,10 +52,12 @@ class Runs(Body, json_schema_extra={"example": {"runs": [EXAMPLE]}}):
     runs: list[RunView]
 
 
-class RunMarks(Body, json_schema_extra={"example": {"ended": True, "hidden": False}}):
-    ended: bool = False
+class RunMarks(Body, json_schema_extra={"example": {"ended": True}}):
+    """What is left out or null stays as it is."""
+
+    ended: bool | None = None
     """Over: the metrics leave it out. Its sessions still count."""
-    hidden: bool = False
+    hidden: bool | None = None
 
 
 @router.get("", responses={200: {"model": Runs, "description": "the runs"}})
@@ -71,12 +73,17 @@ async def read_run(services: Served, run: OfRun) -> Response:
     return json_response(shown)
 
 
-@router.put("/{run}", responses={200: {"model": RunView, "description": "the run"}})
-async def mark_run(services: Served, run: OfRun, body: Annotated[RunMarks, Depends(JsonBody(RunMarks).read)]) -> Response:
+@router.patch("/{run}", responses={200: {"model": RunView, "description": "the run"}})
+async def change_run(services: Served, run: OfRun, body: Annotated[RunMarks, Depends(JsonBody(RunMarks).read)]) -> Response:
     """Declares it over or hidden, or takes that back. Nothing is deleted."""
-    if not await services.delivery.mark_run(run, await services.clock.now(), ended=body.ended, hidden=body.hidden):
-        raise refuse_unknown(run)
+    await mark_run(services, run, body)
     return await read_run(services, run)
+
+
+async def mark_run(services: Services, run: str, marks: RunMarks) -> None:
+    """Raises `NotFound`."""
+    if not await services.delivery.mark_run(run, await services.clock.now(), ended=marks.ended, hidden=marks.hidden):
+        raise refuse_unknown(run)
 
 
 def refuse_unknown(run: str) -> NotFound:

@@ -353,9 +353,10 @@ class DeliveryStore:
             )
         return sorted(found, key=lambda each: (-each.since, each.run))
 
-    async def mark_run(self, run: str, now: float, *, ended: bool, hidden: bool) -> bool:
-        """Declares the run over and hidden, or not. False when nothing of it was ever counted."""
-        return bool(await self._run("mark_run", run, repr(now), int(ended), int(hidden)))
+    async def mark_run(self, run: str, now: float, *, ended: bool | None = None, hidden: bool | None = None) -> bool:
+        """Declares the run over or hidden, or not; what is None stays. False when nothing of it was ever counted."""
+        marks = ("" if mark is None else int(mark) for mark in (ended, hidden))
+        return bool(await self._run("mark_run", run, repr(now), *marks))
 
     async def load_curves(self, axis: Axis, newest: int = 0, runs: Sequence[str] | None = None) -> list[Curve]:
         """What `fill` has counted: the curves of the axis, by run, policy and label, of these runs or of all; of each only its `newest`

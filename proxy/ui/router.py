@@ -5,6 +5,7 @@ GET  /ui/groups, /ui/group?id=                      groups and their rewards; on
 GET  /ui/compare?left=&right=&group=                two sessions side by side; what is left out is the group's worst and best
 GET  /ui/tasks, /ui/tasks/{id}                      tasks; one of them with its rollouts
 GET  /ui/run                                        rewards and what goes wrong, over weight versions and time
+POST /ui/run                                        ends or hides a run, or takes that back
 GET  /ui/run/{run.csv|run.json}                     the same numbers, as GET /run gives them
 GET  /ui/sessions/{id}                              reward, feedback, the conversation, rows
 GET  /ui/sessions/{id}/turns                        further turns, or a fork, as a fragment
@@ -29,7 +30,6 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, Literal
-from urllib.parse import parse_qsl
 
 import msgspec
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
@@ -41,7 +41,7 @@ from starlette.exceptions import HTTPException
 from proxy import rows
 from proxy.api.archive import list_images, part_as_wire
 from proxy.api.media import image_response, load_image
-from proxy.api.requests import describe, get_services, json_response, read_body, require_admin
+from proxy.api.requests import describe, get_services, json_response, require_admin
 from proxy.api.sessions import session_as_wire
 from proxy.auth import Role, Tokens, check_same_site, credential, hash_key
 from proxy.errors import Forbidden, NotFound, RequestError, Unauthorized, VerbatimError
@@ -50,7 +50,7 @@ from proxy.ui import compare_pages, pages, run_pages, tasks_pages
 from proxy.ui.conversation import find_image, find_message, read_image, whole_text
 from proxy.ui.export import export_page
 from proxy.ui.rendering import HEADERS, STATIC, home_of, page, static
-from proxy.ui.shown import Shown, Ui
+from proxy.ui.shown import Shown, Ui, read_form
 from proxy.ui.tokens import LARGEST, TokenList, build_call_tokens, build_row_tokens, build_token_page
 from reconstruct.trajectory import encode_accounting, encode_row
 
@@ -185,7 +185,6 @@ def explain_refusal(request: Request, error: RequestError) -> str:
 # Login, logout and static files.
 
 
-LARGEST_FORM = 16_384
 CACHE_STATIC = "public, max-age=86400, immutable"
 
 
@@ -203,8 +202,7 @@ async def login_page(request: Request) -> Response:
 
 
 async def login(request: Request) -> Response:
-    check_same_site(request.headers, get_services(request).settings.public_url)
-    given = dict(parse_qsl((await read_body(request, LARGEST_FORM)).decode("utf-8", "replace")))
+    given = await read_form(request)
     wanted = choose_target(given.get("next", ""), home_of(request))
     try:
         value = log_in(request, given.get("token", "").strip())

@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import RedirectResponse
 from fastapi.routing import APIRoute
 
 from proxy.api.run import answer_run
+from proxy.api.runs import RunMarks, mark_run
 from proxy.errors import NotFound
 from proxy.store.run import CAUSES, WIDTHS, Axis, Curve, Point, RunRecord, merge
-from proxy.ui.rendering import HEADERS, page
+from proxy.ui.rendering import HEADERS, address, home_of, page
 from proxy.ui.run_charts import add_up, draw_charts, draw_spark, overlay_charts, tell, tell_start, thin, thin_all
-from proxy.ui.shown import Shown
+from proxy.ui.shown import Shown, read_form
 from reconstruct.reasons import REASONS, Reason
 
 MOST_POINTS = 80
@@ -37,6 +39,7 @@ SHOWN_AXES: dict[Axis, str] = {
     "quarter": "quarters of an hour",
     "hours": "six hours",
 }
+MARKS = ("ended", "hidden")
 FILES = {"run.csv": "csv", "run.json": "json"}
 ALL = "*"
 """Stands for all labels in the address; "" is what has none."""
@@ -53,6 +56,7 @@ Text = Annotated[str, Query(max_length=500)]
 def routes(kind: type[APIRoute]) -> APIRouter:
     router = APIRouter(prefix="/ui", route_class=kind)
     router.add_api_route("/run", run, methods=["GET"])
+    router.add_api_route("/run", mark, methods=["POST"])
     router.add_api_route("/run/{name}", run_file, methods=["GET"])
     return router
 
@@ -64,8 +68,9 @@ async def run(
     policy: Text = "",
     label: Text = ALL,
     run: Annotated[list[str] | None, Query(max_length=MOST_OVERLAID)] = None,
+    hidden: bool = False,
 ) -> Response:
-    """One run, by default the newest, or several laid over each other."""
+    """One run, by default the newest, or several laid over each other. `hidden`: also hidden ones are there to choose."""
     delivery, now = ui.services.delivery, await ui.services.clock.now()
     records = await delivery.load_runs()
     chosen = [record for record in records if record.run in (run or ())] or _choose_newest(records)
@@ -83,12 +88,21 @@ async def run(
         policies=policies,
         policy=policy,
         label=label,
-        runs=[record for record in records if not record.hidden or record in chosen][:MOST_LISTED],
+        runs=[record for record in records if hidden or not record.hidden or record in chosen][:MOST_LISTED],
+        hidden=0 if hidden else sum(record.hidden for record in records if record not in chosen),
         chosen=names,
         tell=tell,
         live=True,
         **shown,
     )
+
+
+async def mark(request: Request, ui: Shown) -> Response:
+    """Ends or hides the run of the form, or takes that back; back to its page."""
+    given = await read_form(request)
+    run = given.pop("run", "")
+    await mark_run(ui.services, run, RunMarks(**{name: value == "yes" for name, value in given.items() if name in MARKS}))
+    return RedirectResponse(address(f"{home_of(request)}/run", run=run), 303, headers=HEADERS)
 
 
 def _choose_newest(records: Sequence[RunRecord]) -> list[RunRecord]:

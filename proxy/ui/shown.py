@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from typing import Annotated, Any, Protocol
+from urllib.parse import parse_qsl
 
 from fastapi import Depends, Request
 
+from proxy.api.requests import get_services, read_body
+from proxy.auth import check_same_site
 from proxy.services import Services
 from proxy.ui.session_view import ShownSessions
 from proxy.ui.tokens import TokenTexts
@@ -41,3 +44,11 @@ def _get_ui(request: Request) -> Ui:
 
 
 Shown = Annotated[Ui, Depends(_get_ui)]
+
+LARGEST_FORM = 16_384
+
+
+async def read_form(request: Request) -> dict[str, str]:
+    """The fields of a form that one of these pages sent. Raises `Forbidden` for one that a page of another site sent."""
+    check_same_site(request.headers, get_services(request).settings.public_url)
+    return dict(parse_qsl((await read_body(request, LARGEST_FORM)).decode("utf-8", "replace")))

@@ -59,7 +59,7 @@ REFUSED = (
     (("groups", "show", "none"), "no group"),
     (("runs", "show", "none"), "no run"),
     (("runs", "compare", "none"), "no run"),
-    (("runs", "mark", "none"), "no run"),
+    (("runs", "mark", "none", "--ended"), "no run"),
     (("weights", "push", "/none"), "no replica serves version 1"),
     (("weights", "rollback"), "the history has no"),
     (("weights", "chain", "."), "is neither a delta nor an anchor"),

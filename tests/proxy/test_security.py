@@ -69,7 +69,7 @@ CONTROL = {
     ("GET", "/run"): "trainer",
     ("GET", "/runs"): "trainer",
     ("GET", "/runs/{run}"): "trainer",
-    ("PUT", "/runs/{run}"): "trainer",
+    ("PATCH", "/runs/{run}"): "trainer",
     ("GET", "/engines"): "admin",
     ("POST", "/engines"): "admin",
     ("DELETE", "/engines/{name:path}"): "admin",

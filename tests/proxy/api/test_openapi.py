@@ -190,7 +190,7 @@ def test_each_documented_answer_is_given_and_is_as_documented(running: RunningSe
     walk("get", "/run", 200)
     (run,) = walk("get", "/runs", 200)["runs"]
     walk("get", "/runs/{run}", 200, run=run["run"])
-    walk("put", "/runs/{run}", 200, {"ended": True}, run=run["run"])
+    walk("patch", "/runs/{run}", 200, {"ended": True}, run=run["run"])
     plan = walk("get", "/weights/group", 200)
     place = {"master_address": "127.0.0.1", "master_port": 29600, "world_size": plan["world_size"]}
     walk("post", "/weights/group", 200, place)

@@ -106,11 +106,13 @@ def test_the_numbers_of_the_run_are_per_run_and_a_hidden_one_is_shown_only_by_na
         play(service, run)
     points = service.request("GET", "/run", TRAINER, params={"axis": "all"}).json()["points"]
     assert [(point["run"], point["rollouts"]) for point in points] == [("a", 1), ("b", 1)]
-    marked = service.request("PUT", "/runs/b", TRAINER, json={"ended": True, "hidden": True})
+    marked = service.request("PATCH", "/runs/b", TRAINER, json={"ended": True, "hidden": True})
     assert marked.status_code == 200 and marked.json()["ended_at"] is not None
     for query, shown in (({}, ["a"]), ({"run": "b"}, ["b"]), ({"run": ["a", "b"]}, ["a", "b"])):
         points = service.request("GET", "/run", TRAINER, params={"axis": "all", **query}).json()["points"]
         assert [point["run"] for point in points] == shown
     metrics = service.request("GET", "/metrics").text
     assert 'verbatim_run_group_states{cause="",run="a",state="ready"} 1.0' in metrics and 'run="b"' not in metrics
-    assert service.request("PUT", "/runs/nobodys", TRAINER, json={"ended": True}).status_code == 404
+    again = service.request("PATCH", "/runs/b", TRAINER, json={"hidden": False}).json()
+    assert again["ended_at"] == marked.json()["ended_at"] and not again["hidden"]
+    assert service.request("PATCH", "/runs/nobodys", TRAINER, json={"ended": True}).status_code == 404

@@ -102,3 +102,17 @@ async def test_a_run_is_ended_and_hidden_and_taken_back(store: Store) -> None:
     (record,) = await store.delivery.load_runs()
     assert (record.ended_at, record.hidden) == (None, False)
     assert not await store.delivery.mark_run("nobody", 9.0, ended=True, hidden=False)
+
+
+async def test_a_mark_of_a_run_leaves_the_other_as_it_is(store: Store) -> None:
+    await fill(store, "one", replace(ENDED, run="a"), "g")
+    steps: tuple[tuple[dict[str, bool], tuple[float | None, bool]], ...] = (
+        ({"ended": True}, (7.0, False)),
+        ({"hidden": True}, (7.0, True)),
+        ({"ended": False}, (None, True)),
+        ({}, (None, True)),
+    )
+    for marks, expected in steps:
+        assert await store.delivery.mark_run("a", 7.0, **marks)
+        (record,) = await store.delivery.load_runs()
+        assert (record.ended_at, record.hidden) == expected

@@ -17,7 +17,7 @@ from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.browser import running_browser
 from tests.support.service.counted_run import count, play_rollouts
 from tests.support.service.redis_server import RedisServer
-from tests.support.service.running_service import ADMIN, RunningService
+from tests.support.service.running_service import ADMIN, TRAINER, RunningService
 
 
 @pytest.fixture(scope="module", name="service")
@@ -71,6 +71,22 @@ def test_lines_of_runs_do_not_break_where_only_the_other_has_a_point() -> None:
     assert [line.path.count("M") for line in chart.lines] == [1, 1]
     thinned, width = thin_all({"a": [Point(0, {"n": 1}), Point(9, {"n": 1})], "b": [Point(1, {"n": 1})]}, 1, 2)
     assert width == 5 and [point.start for point in thinned["b"]] == [0]
+
+
+def test_a_run_is_ended_and_hidden_on_its_page_and_no_other_site_can(service: RunningService) -> None:
+    for mark, word in (({"ended": "yes"}, "Over since"), ({"hidden": "yes"}, "Show it again")):
+        answer = service.request("POST", "/ui/run", data={"run": "old", **mark}, follow_redirects=True)
+        assert str(answer.url).endswith("/ui/run?run=old") and word in answer.text
+    assert "Over since" in page(service, "?run=old"), "hiding it did not take back its end"
+    assert 'value="old"' not in page(service) and "1 hidden run<" in page(service)
+    assert "old (over) (hidden)" in page(service, "?hidden=true")
+    foreign = service.request("POST", "/ui/run", data={"run": "old", "ended": "no"}, headers={"Origin": "https://evil.example"})
+    assert foreign.status_code == 403 and "Over since" in page(service, "?run=old")
+    assert service.request("POST", "/ui/run", TRAINER, data={"run": "old", "ended": "no"}).status_code == 403
+    assert service.request("POST", "/ui/run", data={"run": "<b>", "ended": "no"}).status_code == 404
+    for name in ("ended", "hidden"):
+        service.request("POST", "/ui/run", data={"run": "old", name: "no"})
+    assert "Over since" not in page(service, "?run=old") and 'value="old"' in page(service)
 
 
 def test_the_page_of_two_runs_keeps_nobody_out(service: RunningService) -> None:

@@ -43,6 +43,7 @@ PAGES: dict[tuple[str, str], str] = {
     ("GET", "/ui/tasks"): "page",
     ("GET", "/ui/tasks/{task_id}"): "page",
     ("GET", "/ui/run"): "page",
+    ("POST", "/ui/run"): "page",
     ("GET", "/ui/run/{name}"): "page",
     ("GET", "/ui/sessions/{session_id}"): "page",
     ("GET", "/ui/sessions/{session_id}/turns"): "page",
