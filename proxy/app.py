@@ -50,6 +50,7 @@ from proxy.store.connection import StoreConnection, load_scripts
 from proxy.store.delivery import DeliveryStore
 from proxy.store.media import MediaStore
 from proxy.store.projects import ProjectStore
+from proxy.store.scores import ScoreStore
 from proxy.store.service import EngineStore, LogOuts, PeerStore, RedisClock, RetentionStore, WeightStore
 from proxy.store.sessions import SessionStore
 from proxy.timeline import Inflight
@@ -135,6 +136,7 @@ def build_services(settings: Settings, store: StoreConnection, limits: ProcessLi
         clock=RedisClock(store),
         archive=ArchiveStore(store, sessions),
         media=media,
+        scores=ScoreStore(store),
         pool=pool,
         renderer=renderer,
         updater=WeightUpdater(pool, weights, settings, WeightMetrics(metrics.registry, lambda: pool.replicas)),

@@ -24,6 +24,7 @@ from reconstruct.codec import decode
 from reconstruct.errors import DecodeError
 from reconstruct.media import as_wire
 from reconstruct.records import LOOKAHEAD, REPLAY, Call, Forest, Sampling
+from reconstruct.scores import Scores, lay_scores
 from reconstruct.trajectory import Accounting, Trajectory, weigh_rows
 
 _decode = msgspec.json.decode
@@ -64,12 +65,13 @@ def build_rows(
     delivered: Container[str],
     builder: str | None = None,
     logprob_modes: Iterable[str] | None = None,
+    scores: Mapping[str, Scores] | None = None,
 ) -> Built:
     """The session's training rows and what became of every sampled token, with what the settings say is trained.
 
     `delivered` holds the ids of calls whose answer went out, or may still. Intents without a result are dangling calls: they are
     accounted for with no tokens. `builder` None: the service's. Raises RequestError for one that there is not. `logprob_modes`: of those
-    that the settings train, only these.
+    that the settings train, only these. `scores`: of its calls, by their ids.
     """
     build = find_builder(builder or settings.builder)
     calls, damaged = decode_records(records)
@@ -99,6 +101,8 @@ def build_rows(
             origin=None if info.replay is None else info.replay.session_id,
         ),
     )
+    if scores:
+        rows = lay_scores(rows, settled.forest, scores)
     finished = {call.call_id for call in calls}
     untold = {intent.call_id: DANGLING for intent in intents if intent.call_id not in finished} | damaged
     return Built(weigh_rows(rows), account(settled, rows, untold), settled)
@@ -284,9 +288,10 @@ async def session_rows(
         services.sessions.load_records(session_id), services.sessions.load_intents(session_id)
     )
     heard = await services.sessions.load_heard(session_id)
+    scores = await services.scores.load(session_id) if state.scored else None
     in_flight = await services.peers.in_flight(intents) if state.status in ("open", "closing") else ()
     left = [intent for intent in intents if intent.call_id not in in_flight]
-    return await asyncio.to_thread(build_rows, services.settings, state, records, left, heard, builder, logprob_modes)
+    return await asyncio.to_thread(build_rows, services.settings, state, records, left, heard, builder, logprob_modes, scores)
 
 
 # CallsCursor: a position in a listing of calls that stays valid while further calls are recorded.

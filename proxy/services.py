@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from proxy.store.archive import ArchiveStore
     from proxy.store.delivery import DeliveryStore
     from proxy.store.media import MediaStore
+    from proxy.store.scores import ScoreStore
     from proxy.store.service import EngineStore, LogOuts, RedisClock, WeightStore
     from proxy.store.sessions import SessionStore
     from proxy.timeline import Inflight
@@ -44,6 +45,7 @@ class Services:
     engines: EngineStore
     archive: ArchiveStore
     media: MediaStore
+    scores: ScoreStore
     pool: EnginePool
     renderer: LocalRenderer
     updater: WeightUpdater

@@ -57,6 +57,22 @@ class CallDetails:
         return None if cut.empty else cut
 
 
+def spell_array(array: NDArray[Any], arrays: str) -> Any:
+    """The array in the shape of the HTTP contract: `{"shape", "data"}`, or nested lists if `arrays` is "list"."""
+    if arrays != "list":
+        return {"shape": list(array.shape), "data": array.tobytes()}
+    return convert_to_lists(array)
+
+
+def convert_to_lists(array: NDArray[Any]) -> list[Any]:
+    """Nested lists with None for NaN, which JSON lacks."""
+    known = array.astype(object)
+    if array.dtype.kind == "f":
+        known[np.isnan(array)] = None
+    listed: list[Any] = known.tolist()
+    return listed
+
+
 def of_one_shape(left: NDArray[Any] | None, right: NDArray[Any] | None) -> bool:
     """Whether both have the same shape, or both are None."""
     return (None if left is None else left.shape) == (None if right is None else right.shape)

@@ -14,6 +14,8 @@ anything (0 for a row that trains nothing), so that the rows of a rollout add up
 `logprob_modes` say what its logprobs were taken from: see `reconstruct.records.LOGPROB_MODES`. `details` are None unless they were
 requested and the engine sent them.
 
+`scores` are what scorers say of its sampled tokens, by the scorer's name: see `reconstruct.scores`.
+
 `media` are the images of the prompts in it, by the row's own positions; their ids are never trained. Rows of equal ids are of equal context
 only if their media are equal, too.
 """
@@ -29,8 +31,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from reconstruct.details import spell_array
 from reconstruct.media import Media, as_wire
 from reconstruct.records import INFERRED, Ids, Logprobs, ModeSpan, Span
+from reconstruct.scores import Score, encode_row_score
 
 Mask = NDArray[np.int8] | NDArray[np.int32]
 """int8 where rows are built; int32 where a trainer reads them, who may add it up."""
@@ -75,6 +79,7 @@ class Trajectory:
     policy: str = ""
     role_source: str = INFERRED
     media: tuple[Media, ...] = ()
+    scores: Mapping[str, Score] = field(default_factory=dict)
 
     @property
     def rollout_id(self) -> str:
@@ -116,7 +121,8 @@ class Accounting:
 def encode_row(row: Trajectory, *, arrays: str = "list", spell: Callable[[NDArray[Any]], Any] | None = None) -> dict[str, Any]:
     """The row in the shape of the HTTP contract. `arrays="list"` for JSON; "bytes" for msgpack: token_ids as little-endian int32,
     loss_mask as int8, logprobs as little-endian float32, each a bytes field. Details are further fields: nested lists with null for
-    NaN, or `{"shape", "data"}` with top_token_ids in int32, routed_experts in int16 and the others in float32. `spell`: what stands for
+    NaN, or `{"shape", "data"}` with top_token_ids in int32, routed_experts in int16 and the others in float32; so are the arrays of scores,
+    which a row without any does not mention. `spell`: what stands for
     the list of token_ids, loss_mask and logprobs."""
     put = spell or partial(_array, arrays=arrays)
     return {
@@ -142,23 +148,12 @@ def encode_row(row: Trajectory, *, arrays: str = "list", spell: Callable[[NDArra
         **(_details(row.details, arrays) if row.details is not None else {}),
         "policy": row.policy,
         "media": as_wire(row.media),
+        **({"scores": {name: encode_row_score(each, arrays) for name, each in row.scores.items()}} if row.scores else {}),
     }
 
 
 def _details(details: RowDetails, arrays: str) -> dict[str, Any]:
-    given = {name: array for name in NAMES if (array := getattr(details, name)) is not None}
-    if arrays != "list":
-        return {name: {"shape": list(array.shape), "data": array.tobytes()} for name, array in given.items()}
-    return {name: convert_to_lists(array) for name, array in given.items()}
-
-
-def convert_to_lists(array: NDArray[Any]) -> list[Any]:
-    """Nested lists with None for NaN, which JSON lacks."""
-    known = array.astype(object)
-    if array.dtype.kind == "f":
-        known[np.isnan(array)] = None
-    listed: list[Any] = known.tolist()
-    return listed
+    return {name: spell_array(array, arrays) for name in NAMES if (array := getattr(details, name)) is not None}
 
 
 def _array(array: NDArray[Any], arrays: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from reconstruct.trajectory import convert_to_lists
+from reconstruct.details import convert_to_lists
 
 Row = dict[str, Any]
 Rewards = tuple[float | None, tuple[tuple[str, float], ...], tuple[tuple[str, float], ...]]

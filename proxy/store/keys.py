@@ -3,7 +3,8 @@
 One session, all in the slot of `{s:<session_id>}`, until the session is deleted:
 
     vb:{s:<id>}:state      hash    info (msgpack), status, reward, per_call, per_branch, reward_metadata, error, closed_at,
-                                   updated_at, leased, bytes (of the calls' arrays and texts, uncompressed), accounting
+                                   updated_at, leased, scored (it has scores), bytes (of the calls' arrays and texts, uncompressed),
+                                   accounting
     vb:{s:<id>}:calls      list    record bytes in commit order; append-only. A replayed call's is a reference to a record of another
                                    session: 0xc1, which begins no record, and [session_id, number] (msgpack)
     vb:{s:<id>}:forks      zset    session_id of each session that replays this one, by when it was announced; while there are any, this one
@@ -14,6 +15,8 @@ One session, all in the slot of `{s:<session_id>}`, until the session is deleted
     vb:{s:<id>}:log        string  the end of the agent's output, if its node sent it
     vb:{s:<id>}:media:<created>  hash  digest -> bytes of each image that its calls' histories have; until the images are released, after
                                    all others. <created>: microseconds of its creation
+    vb:{s:<id>}:scores     hash    <scorer>=<call_id> -> what that scorer says of the tokens that the call sampled; fixed once
+                                   the session was leased
     vb:{s:<id>}:answering  hash    call_id of a recorded call -> process that answers it; until it has told whether the reply was
                                    delivered, or the session is closed
 
@@ -165,6 +168,7 @@ index: _Key = "vb:{{s:{}}}:index".format
 intents: _Key = "vb:{{s:{}}}:intents".format
 delivered: _Key = "vb:{{s:{}}}:delivered".format
 log: _Key = "vb:{{s:{}}}:log".format
+scores: _Key = "vb:{{s:{}}}:scores".format
 answering: _Key = "vb:{{s:{}}}:answering".format
 forks: _Key = "vb:{{s:{}}}:forks".format
 """Each makes a session's key from its id, without a function of Python."""
@@ -211,7 +215,7 @@ def parse_member(member: str) -> tuple[str, float]:
 
 def session(session_id: str) -> tuple[str, ...]:
     """All keys of one session; `forks` is the last."""
-    return tuple(key(session_id) for key in (state, calls, index, intents, delivered, answering, log, forks))
+    return tuple(key(session_id) for key in (state, calls, index, intents, delivered, answering, log, scores, forks))
 
 
 # Stored values: msgpack behind a schema version. A newer build's value raises `StoredValueError` instead of being half understood.

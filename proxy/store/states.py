@@ -67,6 +67,8 @@ class SessionState(SessionProgress, LastEvents):
     """A session as it stands. It is `restoring` during an import."""
 
     info: SessionInfo
+    scored: bool = False
+    """It has scores (`proxy.store.scores`)."""
     accounting: TokenSums | None = None
     """Known once the session is closed and ready for its group."""
 
@@ -117,6 +119,7 @@ def parse_state(snapshot: Any) -> SessionState | None:
         updated_at=float(fields[b"updated_at"]),
         unserved=unpack_versioned(fields[b"unserved"], Unserved) if b"unserved" in fields else None,
         replayed_at=float(fields[b"replayed_at"]) if b"replayed_at" in fields else None,
+        scored=b"scored" in fields,
         accounting=unpack_versioned(fields[b"accounting"], TokenSums) if b"accounting" in fields else None,
     )
 
