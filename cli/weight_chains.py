@@ -12,9 +12,16 @@ from cli.options import AsJson, ServiceUrl
 from cli.refusal import CommandError
 
 if TYPE_CHECKING:
-    from contract.deltas import Chain
+    from contract.deltas import Chain, State
+    from contract.peer_deltas import PeerChain
 
 Folder = Annotated[Path, typer.Argument(metavar="PATH", help="The folder of a version: a delta's, or an anchor's.")]
+Base = Annotated[
+    Path | None,
+    typer.Option(
+        "--base", metavar="CHECKPOINT", help="Of slime, miles or SkyRL: the checkpoint that the engines started with."
+    ),
+]
 
 
 def show_chain(path: Folder, as_json: AsJson = False) -> None:
@@ -41,17 +48,25 @@ def show_chain(path: Folder, as_json: AsJson = False) -> None:
     standard_output().print(table)
 
 
-def verify_chain(path: Folder) -> None:
+def verify_chain(path: Folder, base: Base = None) -> None:
     """Verify every tensor of a version against its digest, folding the chain in memory. Exit code 1 if one is not what was published.
 
     \b
     verbatim weights verify /shared/weights/version-12
     """
     from contract.deltas import fold
+    from contract.peer_deltas import fold_peer_chain
     from contract.tensor_files import BrokenWeights, map_tensors
 
-    chain = load_chain(path)
     try:
+        if (peers := load_peer_chain(path, base)) is not None:
+            tensors = sum(1 for _ in fold_peer_chain(peers))
+            changed = len({name for delta in peers.deltas for name in delta.changes})
+            typer.echo(
+                f"version {peers.deltas[-1].version}: {changed} of {tensors} tensors changed, to those that were published"
+            )
+            return
+        chain = load_chain(path)
         tensors = sum(1 for _ in fold(map_tensors(chain.anchor.folder), chain.links, chain.stamps))
     except BrokenWeights as error:
         raise CommandError(str(error)) from error
@@ -61,31 +76,49 @@ def verify_chain(path: Folder) -> None:
 def fold_chain(
     path: Folder,
     out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="The folder to write, which must not exist.")],
+    base: Base = None,
 ) -> None:
-    """Write a version as a whole checkpoint, with the configuration and tokenizer of its anchor.
+    """Write a version as a whole checkpoint with digests, and with the configuration and tokenizer of its anchor.
 
     \b
     verbatim weights fold /shared/weights/version-12 --out exported
     """
-    from contract.deltas import DIGESTS, write_folded
-    from contract.tensor_files import INDEX, BrokenWeights, map_tensors
+    from contract.tensor_files import BrokenWeights
 
-    chain = load_chain(path)
     if out.exists():
         raise CommandError(f"{out} exists: name a folder that does not")
     unfinished = out.absolute().with_name(f".{out.name}.writing")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir(parents=True)
-        for file in chain.anchor.folder.iterdir():
-            if file.is_file() and file.suffix != ".safetensors" and file.name not in (INDEX, DIGESTS):
-                shutil.copyfile(file, unfinished / file.name)
-        write_folded(unfinished, map_tensors(chain.anchor.folder), chain.links, chain.stamps, chain.version)
+        state = _write_whole(path, base, unfinished)
         unfinished.rename(out)
-    except (BrokenWeights, OSError) as error:
+    except (BrokenWeights, CommandError, OSError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise CommandError(str(error)) from error
-    typer.echo(f"version {chain.version} is in {out}, root {chain.root}")
+    typer.echo(f"version {state.version} is in {out}, root {state.root}")
+
+
+def _write_whole(path: Path, base: Path | None, folder: Path) -> State:
+    from contract.deltas import write_folded
+    from contract.peer_deltas import write_peer_version
+    from contract.tensor_files import map_tensors
+
+    if (peers := load_peer_chain(path, base)) is not None:
+        _copy_configuration(peers.base, folder)
+        return write_peer_version(folder, peers)
+    chain = load_chain(path)
+    _copy_configuration(chain.anchor.folder, folder)
+    return write_folded(folder, map_tensors(chain.anchor.folder), chain.links, chain.stamps, chain.version)
+
+
+def _copy_configuration(source: Path, folder: Path) -> None:
+    from contract.deltas import DIGESTS
+    from contract.tensor_files import INDEX
+
+    for file in source.iterdir() if source.is_dir() else ():
+        if file.is_file() and file.suffix != ".safetensors" and file.name not in (INDEX, DIGESTS):
+            shutil.copyfile(file, folder / file.name)
 
 
 def prune(
@@ -120,6 +153,21 @@ def load_chain(path: Path) -> Chain:
         return read_chain(path.absolute())
     except BrokenWeights as error:
         raise CommandError(str(error)) from error
+
+
+def load_peer_chain(path: Path, base: Path | None) -> PeerChain | None:
+    """None if the folder holds no delta of slime's, miles' or SkyRL's. Raises `CommandError` naming what of the chain is missing."""
+    from contract.peer_deltas import name_peer, read_peer_chain
+    from contract.tensor_files import BrokenWeights
+
+    try:
+        if name_peer(path) is not None:
+            return read_peer_chain(path.absolute(), base)
+    except BrokenWeights as error:
+        raise CommandError(str(error)) from error
+    if base is not None:
+        raise CommandError(f"--base goes with deltas of slime, miles or SkyRL, and {path} holds none")
+    return None
 
 
 def measure(folder: Path) -> int:

@@ -7,11 +7,14 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from contract.deltas import DELTA
+from contract.tensor_files import map_tensors
+from tests.support.engine.peer_deltas import make_versions, save, write_slime
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.running_service import ADMIN, RunningService
 from tests.support.service.verbatim_process import verbatim
@@ -80,3 +83,18 @@ def test_pruning_keeps_what_a_kept_delta_is_built_on_and_a_rollback_says_its_kin
     assert command("rollback", "3", url=service.url).returncode == 0
     current = service.request("GET", "/weights").json()["current"]
     assert (current["version"], current["kind"], current["path"]) == (5, "delta", str(tmp_path / "version-3"))
+
+
+def test_a_delta_of_slimes_is_folded_onto_the_checkpoint_that_engines_started_with(tmp_path: Path) -> None:
+    made = make_versions(2)
+    (save(tmp_path / "start", made[0]) / "config.json").write_text("{}")
+    delta, out = str(write_slime(tmp_path / "deltas", 1, made[0], made[1])), tmp_path / "folded"
+    based = ("--base", str(tmp_path / "start"))
+    assert "version 1: 2 of 4 tensors changed, to those that were published" in command("verify", delta, *based).stdout
+    assert command("fold", delta, *based, "--out", str(out)).returncode == 0
+    assert np.array_equal(map_tensors(out)["body"].data, made[1]["body"].data) and (out / "config.json").exists()
+    assert "4 tensors are those that were published" in command("verify", str(out)).stdout
+    refused = command("fold", delta, "--out", str(tmp_path / "another"))
+    assert refused.returncode == 1 and "started with: name it (--base)" in refused.stderr
+    assert "--base goes with deltas of slime, miles or SkyRL" in command("verify", str(out), *based).stderr
+    assert not (tmp_path / "another").exists()

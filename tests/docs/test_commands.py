@@ -37,6 +37,7 @@ from rollout.harnesses import catalogue
 from tests import ROOT
 from tests.cli.serving.test_tls import make
 from tests.support.documents.docs_blocks import PAGES, SHELLS, Block, blocks_of, shown_commands
+from tests.support.engine.peer_deltas import make_versions, save, write_slime
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.redis_server import RedisServer
@@ -139,7 +140,10 @@ def dead_letters(page: Page) -> None:
 
 
 def checkpoints(page: Page) -> None:
-    """Two anchors, as a trainer writes them."""
+    """Two anchors, as a trainer writes them, and a delta of slime's after a whole version."""
+    made = make_versions(2)
+    save(page.folder / "weight_v000011", made[0])
+    write_slime(page.folder, 12, made[0], made[1])
     tensor = Tensor("BF16", (3,), np.arange(3, dtype="u2"))
     for version in (11, 12):
         (folder := page.folder / f"version-{version}").mkdir()

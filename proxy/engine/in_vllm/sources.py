@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from contract.deltas import Chain, fold, has_digests, is_delta, read_chain, verify
+from contract.peer_deltas import name_peer
 from contract.tensor_files import BrokenWeights, list_files, map_tensors
 from proxy.engine.in_vllm.mirror import Mirror
 
@@ -104,6 +105,10 @@ class Folded:
 def open_source(path: str, kind: str | None, mirror: Mirror | None) -> WeightSource:
     """What the push of `path` as `kind` (None: whatever it is) loads. Raises BrokenWeights, naming the file, link or tensor."""
     folder = Path(path)
+    if (peer := name_peer(folder)) is not None:
+        raise BrokenWeights(
+            f"{path} holds a delta as {peer} writes it: verbatim weights fold makes a checkpoint of it, to be pushed"
+        )
     found = "delta" if is_delta(folder) else "full"
     if kind not in (None, found):
         told = "holds a delta" if found == "delta" else "holds no delta"

@@ -81,6 +81,14 @@ def test_a_folder_is_refused_as_what_it_is_not(folder: Path) -> None:
         assert open_source(str(path), None, None).root is not None, "the engine's own routes name no kind"
 
 
+def test_a_delta_of_another_trainers_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    """Its tensors are compressed bytes: as a checkpoint it would be refused by their shapes, which tells nobody why."""
+    (tmp_path / "model.safetensors.index.json").write_text('{"metadata": {"delta_encoding": "xor"}, "weight_map": {}}')
+    for kind in ("full", "delta"):
+        with pytest.raises(BrokenWeights, match=r"a delta as slime writes it: verbatim weights fold makes a checkpoint of it"):
+            open_source(str(tmp_path), kind, None)
+
+
 def test_a_preparation_does_not_wait_for_what_it_reads(folder: Path) -> None:
     going = threading.Event()
 
