@@ -19,19 +19,19 @@ V1 = "/v1"
 NOT_VLLM = "not vLLM"
 SHOWN_MODELS = 20
 SHOWN_CHARACTERS = 300
-KEY_FILE_FLAG = "--engine-api-key-file"
+KEY_FILE = "VERBATIM_ENGINE_API_KEY_FILE"
 _TLS_FILES = ("CA_FILE", "CLIENT_CERT")
 START = "start it, or correct the URL: vllm serve MODEL --enable-scale-out (before vLLM 0.30 without that flag)"
 
 
-def open_engine_client(seconds: float, key_file: Path | None = None) -> httpx.Client:
-    """A client that shows the engines the service's key and trusts whom the service trusts, by the same variables; `key_file` wins over
-    them. Raises `CommandError`."""
+def open_engine_client(seconds: float) -> httpx.Client:
+    """A client that shows the engines the service's key and trusts whom the service trusts, by the same variables. Raises
+    `CommandError`."""
     from proxy.engine.wire.tls import build_client_tls
 
     files = {name: Path(value) for name in _TLS_FILES if (value := os.environ.get(f"VERBATIM_ENGINE_{name}"))}
     try:
-        key = _read_key(key_file)
+        key = _read_key()
         tls = build_client_tls(files.get("CA_FILE"), files.get("CLIENT_CERT"))
     except ValueError as error:
         raise CommandError(str(error), exit_code=2) from error
@@ -44,12 +44,11 @@ def open_engine_client(seconds: float, key_file: Path | None = None) -> httpx.Cl
     )
 
 
-def _read_key(key_file: Path | None) -> str:
+def _read_key() -> str:
     """Empty if there is none. Raises ValueError, which names what is wrong."""
     from proxy.auth import check_token, token_in
 
-    given = os.environ.get("VERBATIM_ENGINE_API_KEY_FILE")
-    path, source = (key_file, KEY_FILE_FLAG) if key_file else (Path(given) if given else None, "VERBATIM_ENGINE_API_KEY_FILE")
+    path = Path(given) if (given := os.environ.get(KEY_FILE)) else None
     key = os.environ.get("VERBATIM_ENGINE_API_KEY", "")
     try:
         if path is not None:
@@ -57,7 +56,7 @@ def _read_key(key_file: Path | None) -> str:
         check_token(key)
         return key
     except ValueError as error:
-        raise ValueError(f"{'VERBATIM_ENGINE_API_KEY' if path is None else f'{source} {path}'}: {error}") from error
+        raise ValueError(f"{'VERBATIM_ENGINE_API_KEY' if path is None else f'{KEY_FILE} {path}'}: {error}") from error
 
 
 def check_engine(engine: str, client: httpx.Client, wanted: Collection[str | None] = ()) -> Check:
@@ -69,7 +68,7 @@ def check_engine(engine: str, client: httpx.Client, wanted: Collection[str | Non
     url = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
     about = f"engine {url.rpartition('@')[2]}"
     if "@" in url.split("://")[-1].partition("/")[0]:
-        advice = f"name it without, and pass a key with {KEY_FILE_FLAG}"
+        advice = f"name it without, and pass a key with {KEY_FILE}"
         return Check(about, "fix", "its URL holds a password, which logs would show", advice)
     if url.startswith("dns://"):
         return Check(about, "note", "the addresses of its name are not asked")
@@ -142,7 +141,7 @@ def _explain_refusal(about: str, client: httpx.Client, url: str, path: str, answ
     said = f"HTTP {answer.status_code}: {_words(client, answer)}"
     if answer.status_code in (401, 403):
         has_key = "authorization" in client.headers
-        advice = f"correct the key in VERBATIM_ENGINE_API_KEY or {KEY_FILE_FLAG}"
+        advice = f"correct the key in VERBATIM_ENGINE_API_KEY or {KEY_FILE}"
         return Check(about, "fix", f"it refuses {'the key' if has_key else 'calls without a key'}: {said}", advice)
     if answer.status_code == httpx.codes.TOO_MANY_REQUESTS:
         return Check(about, "note", f"it is at its rate limit: {said}", "calls wait for as long as it asks")

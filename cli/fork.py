@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import typer
 
-from cli.options import ServiceUrl, SessionId, Wait
+from cli.options import SAMPLES, ServiceUrl, SessionId, Wait
 from cli.refusal import CommandError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def fork(
         str,
         typer.Option("--at", metavar="CALL", help="The pivot: a call's id, or how many recorded requests to replay before it."),
     ],
-    samples: Annotated[int, typer.Option("--samples", metavar="N", min=1, help="Forks to run; together they are a group.")] = 4,
+    samples: Annotated[int, SAMPLES] = 4,
     on_divergence: Annotated[
         str, typer.Option("--on-divergence", metavar="live|fail", help="Sample or refuse a request that was not recorded.")
     ] = "live",

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from cli.checks import EXTRAS
-from cli.options import RunName, check_installed
+from cli.options import HARNESS, RUNTIME, SAMPLES, TASK_MODEL, RunName, TasksFile, check_installed
 from cli.refusal import CommandError
 from cli.stop_signals import StopSignals
 
@@ -19,22 +19,13 @@ AT_ONCE = 4
 
 
 def generate(
-    tasks: Annotated[str, typer.Option(metavar="FILE", help="One task per line as JSON, as for verbatim tasks submit.")],
+    file: TasksFile,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where the files go. Repeat the command to continue there.")],
-    harness: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A harness, or a .toml file of one. Default: the one each line names.")
-    ] = None,
+    harness: Annotated[str | None, HARNESS] = None,
     engine: Annotated[
         list[str] | None,
         typer.Option(
             metavar="URL", help="Start a service and a node for this engine. Repeat it for every replica of the model."
-        ),
-    ] = None,
-    engine_api_key_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="File with the API key of --engine: an API vendor's, for example. Or set VERBATIM_ENGINE_API_KEY.",
         ),
     ] = None,
     url: Annotated[
@@ -43,7 +34,7 @@ def generate(
     accept: Annotated[
         str, typer.Option(metavar="EXPR", help="Over reward, status, calls, tokens, seconds, attempt and metadata.")
     ] = "reward > 0",
-    samples: Annotated[int, typer.Option(metavar="N", min=1, help="Attempts per task and round, run in parallel.")] = 1,
+    samples: Annotated[int, SAMPLES] = 1,
     want: Annotated[
         int | None,
         typer.Option(
@@ -53,10 +44,8 @@ def generate(
     max_samples: Annotated[
         int | None, typer.Option(metavar="M", min=1, help="Attempts per task in all. Default: --samples, which is one round.")
     ] = None,
-    model: Annotated[str | None, typer.Option(metavar="M", help="The model to request. Default: as each line says.")] = None,
-    runtime: Annotated[
-        str | None, typer.Option(metavar="KIND", help="Where harnesses run. Default: as each line says, or local.")
-    ] = None,
+    model: Annotated[str | None, TASK_MODEL] = None,
+    runtime: Annotated[str | None, RUNTIME] = None,
     run: RunName = None,
     at_once: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Harnesses at once, with --engine. Default: 4.")
@@ -64,22 +53,22 @@ def generate(
 ) -> None:
     """Sample the tasks of a file until enough attempts pass, and write the accepted ones.
 
+    --harness, --model and --runtime replace what the lines name.
+
     Best of eight: --samples 8 --want 1. Rejection sampling: --max-samples 16 --want 1. DIR gets accepted/ (Parquet, one row per
     trajectory, with tokens, text and logprobs), chat.jsonl (the same rows as chat messages; also what an engine without token ids
     replied), rollouts.jsonl (every attempt, and why it was not accepted), and a data card: datasets.load_dataset reads DIR.
 
     \b
-    verbatim generate --tasks tasks.jsonl --harness pi --engine http://127.0.0.1:8000 --accept 'reward > 0' --out solved
-    verbatim generate --tasks tasks.jsonl --engine https://api.example.com --engine-api-key-file key --model large --out distilled
-    verbatim generate --tasks tasks.jsonl --url http://proxy:8700 --samples 4 --want 2 --max-samples 16 --out solved
+    verbatim generate tasks.jsonl --harness pi --engine http://127.0.0.1:8000 --accept 'reward > 0' --out solved
+    verbatim generate tasks.jsonl --engine https://api.example.com --model large --out distilled
+    verbatim generate tasks.jsonl --url http://proxy:8700 --samples 4 --want 2 --max-samples 16 --out solved
 
     First it prints what the tasks need, and ends if something is missing. It ends early, too, if the first attempts all fail for
     the same reason. Ctrl-C stops it and writes what was accepted so far; repeat the command to continue. The exit code is 1 if
     nothing was accepted.
     """
     check_flags(engine, url, at_once, samples, want, max_samples)
-    if engine_api_key_file is not None and not engine:
-        raise CommandError("--engine-api-key-file is the key of --engine; the service of --url has its own", exit_code=2)
     if url is None:
         check_installed("generate --engine", (*NEEDS, *EXTRAS["proxy"]), "proxy,rollout,archive")
     check_installed("generate", NEEDS, "rollout,archive")
@@ -93,7 +82,7 @@ def generate(
     from cli.tasks import read_bodies
 
     rule = Accept(accept)
-    inputs = read_inputs(read_bodies(tasks), Overrides(harness, model, runtime, run), rule)
+    inputs = read_inputs(read_bodies(file), Overrides(harness, model, runtime, run), rule)
     limits = RoundPlan(samples, max_samples or samples, want)
     settings: dict[str, Any] = {"--harness": harness, "--model": model, "--runtime": runtime, "--accept": accept}
     settings |= {"--samples": samples, "--want": want, "--max-samples": limits.most}
@@ -106,20 +95,15 @@ def generate(
                     api, wait = ArchiveApi(url), stop.wait
                     screen.report_needs(check_nodes(inputs, api))
                 else:
-                    screen.report_needs(
-                        asyncio.run(check_own_node(inputs, engine or [], engine_api_key_file, folder, screen.say))
-                    )
+                    screen.report_needs(asyncio.run(check_own_node(inputs, engine or [], folder, screen.say)))
                     from cli.serving.own_service import OwnService
 
                     kinds, most = list_kinds(inputs), at_once or AT_ONCE
-                    own = OwnService(
-                        *(engine or [], folder.data, folder.logs, stop.wait, screen.say, most, kinds, folder.id),
-                        key_file=engine_api_key_file,
-                    )
+                    own = OwnService(engine or [], folder.data, folder.logs, stop.wait, screen.say, most, kinds, folder.id)
                     stack.enter_context(own)
                     api, wait = ArchiveApi(own.url, own.token), own.wait
                 stack.enter_context(api)
-                texts = stack.enter_context(Detokenizer(api.get("/engines")["replicas"], engine_api_key_file))
+                texts = stack.enter_context(Detokenizer(api.get("/engines")["replicas"]))
                 Generation(api, folder, inputs, limits, rule, screen, wait, texts.decode).run()
         except CommandError as refusal:
             if stop.number is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.options import check_installed, find_missing
+from cli.options import HARNESS, RUNTIME, SAMPLES, TASK_MODEL, check_installed, find_missing
 from cli.refusal import CommandError
 from cli.run import parse_variables
 from reconstruct.extras import how_to_install
@@ -43,7 +43,7 @@ def import_tasks(
             "swebench a .jsonl, .json or .parquet file of rows, as swebench 5 has them.",
         ),
     ],
-    harness: Annotated[str, typer.Option(metavar="NAME", help="A harness, or a .toml file of one.")],
+    harness: Annotated[str, HARNESS],
     image: Annotated[
         str | None,
         typer.Option(
@@ -52,26 +52,21 @@ def import_tasks(
             "not built here.",
         ),
     ] = None,
-    runtime: Annotated[
-        str, typer.Option(metavar="KIND", help="Where rollouts run: docker, apptainer or kubernetes.")
-    ] = "docker",
-    samples: Annotated[int, typer.Option(metavar="N", min=1, help="Rollouts per task.")] = 1,
-    model: Annotated[str | None, typer.Option(metavar="M", help="The model to request.")] = None,
+    runtime: Annotated[str, RUNTIME] = "docker",
+    samples: Annotated[int, SAMPLES] = 1,
+    model: Annotated[str | None, TASK_MODEL] = None,
     var: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME[=VALUE]", help="The value of ${NAME} in Harbor's folders. Repeatable."),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where to write the lines. Default: standard output.")
-    ] = None,
 ) -> None:
-    """Turn published tasks into lines for verbatim tasks submit and verbatim generate.
+    """Turn published tasks into lines for verbatim tasks submit and verbatim generate, on standard output.
 
     A task that cannot run here is left out and named with the reason. The exit code is 1 if none is left.
 
     \b
-    verbatim tasks import harbor terminal-bench-2/tasks --harness mini-swe-agent --samples 8 --out tasks.jsonl
-    verbatim tasks import terminal-bench original-tasks --harness codex --image registry.local/tb/{task}:1 --out tasks.jsonl
+    verbatim tasks import harbor terminal-bench-2/tasks --harness mini-swe-agent --samples 8 > tasks.jsonl
+    verbatim tasks import terminal-bench original-tasks --harness codex --image registry.local/tb/{task}:1 > tasks.jsonl
     verbatim tasks import swebench verified.parquet --harness pi | verbatim tasks submit -
     """
     check_installed("tasks import", NEEDS, "rollout")
@@ -103,7 +98,7 @@ def import_tasks(
             lines[task.task_id] = line
     for reason in left_out:
         typer.echo(f"left out: {reason}", err=True)
-    _write(lines.values(), out)
+    sys.stdout.writelines(f"{line}\n" for line in lines.values())
     typer.echo(f"{len(lines)} tasks imported, {len(left_out)} left out", err=True)
     if not lines:
         raise CommandError(f"no task could be imported from {path}")
@@ -163,14 +158,3 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise CommandError(f"{path} holds no rows: it must be a list of objects")
     return rows
-
-
-def _write(lines: Iterable[str], out: Path | None) -> None:
-    text = "".join(f"{line}\n" for line in lines)
-    if out is None:
-        sys.stdout.write(text)
-        return
-    try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"{out} cannot be written: {error.strerror}") from error

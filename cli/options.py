@@ -29,12 +29,22 @@ RunName = Annotated[
 OfRun = Annotated[str | None, typer.Option("--run", metavar="NAME", help="Only the sessions of this run.")]
 OfGroup = Annotated[str | None, typer.Option("--group", metavar="ID", help="Only the sessions of this group.")]
 Limit = Annotated[int, typer.Option("--limit", metavar="N", min=1, max=1000, help="How many to show, newest first.")]
+TasksFile = Annotated[str, typer.Argument(metavar="FILE", help="One task per line as JSON; - reads standard input.")]
+Reward = Annotated[float | None, typer.Option("--reward", metavar="X", help="The reward to close the session with.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Wait until all of them have ended, then print a table.")]
 Builder = Annotated[str, typer.Option("--builder", metavar="NAME", help="merged (one row per branch) or per_call.")]
 LogLevel = Annotated[
     str, typer.Option("--log-level", metavar="debug|info|warning|error", help="The least severe level to log.")
 ]
 NewSessionId = Annotated[str | None, typer.Option("--session-id", metavar="ID", help="The new session's id. Default: random.")]
+
+HARNESS = typer.Option("--harness", metavar="NAME", help="A harness, or a .toml file of one.")
+SAMPLES = typer.Option("--samples", metavar="N", min=1, help="Attempts per task, run in parallel.")
+TASK_MODEL = typer.Option("--model", metavar="M", help="The model to request. Default: the service's choice.")
+RUNTIME = typer.Option(
+    "--runtime", metavar="KIND", help="Where harnesses run: local, docker, apptainer, kubernetes or your own kind."
+)
+"""What commands say of the tasks that they make or read, each with a default of its own."""
 
 SERVICE = "Service: --url or VERBATIM_URL; token: VERBATIM_ADMIN_TOKEN, or a file of it in VERBATIM_ADMIN_TOKEN_FILE."
 """For the help of groups of commands."""

@@ -19,7 +19,7 @@ from urllib.parse import quote
 import httpx
 import typer
 
-from cli.options import GroupId, GroupSize, NewSessionId, RunName, ServiceUrl, TaskId
+from cli.options import GroupId, GroupSize, NewSessionId, Reward, RunName, ServiceUrl, TaskId
 from cli.refusal import CommandError
 from cli.sessions import accounting_line, count_roles
 from cli.stop_signals import StopSignals
@@ -53,9 +53,7 @@ def run(
     group_id: GroupId = None,
     group_size: GroupSize = None,
     run: RunName = None,
-    reward: Annotated[
-        float | None, typer.Option(metavar="X", help="Close the session with this reward if the run is completed.")
-    ] = None,
+    reward: Reward = None,
     timeout: Annotated[
         float | None,
         typer.Option(metavar="SECONDS", min=0.001, help="Stop the harness after this time. Default: no limit."),

@@ -22,6 +22,7 @@ from cli.options import (
     NewSessionId,
     OfGroup,
     OfRun,
+    Reward,
     RunName,
     ServiceUrl,
     SessionId,
@@ -173,7 +174,7 @@ class Status(StrEnum):
 def close(
     session_id: SessionId,
     status: Annotated[Status, typer.Option(help="How it ended.")] = Status.COMPLETED,
-    reward: Annotated[float | None, typer.Option(metavar="X", help="Its reward.")] = None,
+    reward: Reward = None,
     error: Annotated[str | None, typer.Option(metavar="TEXT", help="What went wrong.")] = None,
     url: ServiceUrl = None,
 ) -> None:

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import typer
 
-from cli.options import SERVICE, AsJson, Limit, RunName, ServiceUrl, Wait
+from cli.options import SERVICE, AsJson, Limit, RunName, ServiceUrl, TasksFile, Wait
 from cli.refusal import CommandError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ TaskId = Annotated[str, typer.Argument(metavar="TASK", help="The task's id.")]
 
 @app.command("submit", short_help="Submit tasks from a file.")
 def submit(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="One task per line as JSON; - reads standard input.")],
+    file: TasksFile,
     run: RunName = None,
     wait: Wait = False,
     url: ServiceUrl = None,

@@ -101,12 +101,27 @@ class Kept(BaseModel, frozen=True, extra="forbid"):
     routed_experts: bool = False
 
 
-class AdmissionLimit(BaseModel, frozen=True, extra="forbid"):
-    """How far groups may run ahead: a group begun now may be leased at most `staleness` versions later, as estimated from the
-    `groups_per_version` that trainers take between two versions."""
+class EngineRouter(BaseModel, frozen=True, extra="forbid"):
+    """How a router in front of engines learns which session a request is of, and that one is over."""
 
-    staleness: int = Field(ge=0)
-    groups_per_version: int = Field(ge=1)
+    session_header: str = Field(default="", pattern=r"^[A-Za-z0-9-]*$")
+    release_path: str = Field(default="", pattern=r"^(/.*)?$")
+
+
+class AdmissionSettings(BaseModel, frozen=True, extra="forbid"):
+    """How far groups may run ahead of trainers: so many undelivered ones, or as estimated, leased so many versions later."""
+
+    undelivered_groups: int = Field(default=0, ge=0)
+    staleness: int | None = Field(default=None, ge=0)
+    groups_per_version: int | None = Field(default=None, ge=1, validate_default=True)
+    hold_seconds: float = Field(default=0.0, ge=0, le=3600)
+
+    @field_validator("groups_per_version")
+    @classmethod
+    def _check_groups_per_version(cls, groups: int | None, others: ValidationInfo) -> int | None:
+        if (groups is None) is not (others.data.get("staleness") is None):
+            raise ValueError("staleness and groups_per_version are set together: the one is estimated from the other")
+        return groups
 
 
 class GroupSettings(BaseModel, frozen=True, extra="forbid"):
@@ -205,12 +220,9 @@ class Settings(BaseSettings):
     engine_client_cert: Path | None = Field(None, validate_default=True)
     """The certificate that the service shows to such engines: a PEM file with it, its chain and its unencrypted key, or a folder with
     tls.crt and tls.key, as Kubernetes mounts a Secret. Read at start."""
-    engine_session_header: str = Field("", pattern=r"^[A-Za-z0-9-]*$")
-    """The header in which all requests of a call carry the session's id, for routers in front of engines: X-Session-ID, for example. Empty:
-    none."""
-    engine_release_path: str = Field("", pattern=r"^(/.*)?$")
-    """Where a router in front of engines is told that a session is over: /finish_session of vllm-router, for example, gets
-    POST /finish_session?session_id=ID. Empty: nowhere."""
+    engine_router: EngineRouter = EngineRouter()
+    """For routers in front of engines. {"session_header": "X-Session-ID"}: the header in which all requests of a call carry the session's
+    id. {"release_path": "/finish_session"}: where the router is told that a session is over, with POST /finish_session?session_id=ID."""
     engine_stall_seconds: float = Field(120.0, ge=0)
     """How long an engine with calls in flight may sample nothing before it gets no more calls until it does, and how long it may take over
     a request that samples nothing. Must be longer than its longest step. 0: for ever."""
@@ -333,16 +345,13 @@ class Settings(BaseSettings):
     """The reward from which on the numbers of the run count a session as solved."""
     stale_groups: Literal["keep", "drop", "flag"] = "keep"
     """What a lease does with groups staler than its max_staleness: keep them for others, drop them, or deliver them flagged as stale."""
-    max_undelivered_groups: int = Field(0, ge=0)
-    """Groups that may be open, filling or ready at once; opening a session that would start another gets 429. 0: no limit."""
-    admission: AdmissionLimit | None = None
-    """How far rollouts may run ahead of trainers: {"staleness": 1, "groups_per_version": 32}. `staleness` is how many versions behind a
-    group started now may be by the time it is leased, as estimated; opening a session that would start a staler one gets 429. 0: all
-    groups of a version are trained before the next starts. `groups_per_version` is the most groups that trainers take between two
-    versions, including those acknowledged untrained: if it is less than a step needs, trainer and rollouts can wait for each other for
-    ever. Unset: no limit."""
-    admission_hold_seconds: float = Field(0.0, ge=0, le=3600)
-    """How long a request to open a session is held before it gets that 429."""
+    admission: AdmissionSettings = AdmissionSettings()
+    """How far rollouts may run ahead of trainers; opening a session that would start a group beyond it gets 429. `undelivered_groups`: how
+    many groups may be open, filling or ready at once; 0: any number. {"staleness": 1, "groups_per_version": 32}: how many versions behind
+    a group started now may be by the time it is leased, as estimated; 0: all groups of a version are trained before the next starts.
+    `groups_per_version` is the most groups that trainers take between two versions, including those acknowledged untrained: if it is less
+    than a step needs, trainer and rollouts can wait for each other for ever. `hold_seconds`: how long such a request is held before it
+    gets that 429."""
     max_deliveries: int = Field(5, ge=1)
     """Deliveries of one group before it becomes a dead letter."""
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from uuid import uuid4
 
 from cli.checks import Check, check_disks, check_readable, check_runtimes
@@ -44,13 +43,12 @@ def _kinds_of(task: Input) -> set[str]:
 async def check_own_node(
     inputs: Sequence[Input],
     engines: Sequence[str],
-    key_file: Path | None,
     folder: GenerationFolder,
     say: Callable[[str], object],
 ) -> list[Check]:
     """For a service and a node of the generation's own. An engine that does not answer yet is only noted: it is waited for."""
     wanted = {each.body.get("model") for each in inputs}
-    with open_engine_client(PROBE_SECONDS, key_file) as client:
+    with open_engine_client(PROBE_SECONDS) as client:
         checks = [check_engine(engine, client, wanted) for engine in engines]
     checks += [*check_disks(folder.path), *check_readable(read_environment())]
     runtimes = await check_runtimes(list_kinds(inputs))

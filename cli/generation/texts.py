@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,11 +16,11 @@ SECONDS = 60.0
 class Detokenizer:
     """Use in a `with` block. `replicas` are in the API's shape. An engine that gave no text once is not asked again."""
 
-    def __init__(self, replicas: Iterable[Mapping[str, Any]], key_file: Path | None = None) -> None:
+    def __init__(self, replicas: Iterable[Mapping[str, Any]]) -> None:
         self._replicas: dict[str, list[Mapping[str, Any]]] = {}
         for replica in replicas:
             self._replicas.setdefault(replica["policy"], []).append(replica)
-        self._http = open_engine_client(SECONDS, key_file)
+        self._http = open_engine_client(SECONDS)
 
     def __enter__(self) -> Self:
         return self

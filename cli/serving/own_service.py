@@ -58,7 +58,7 @@ os.execv(sys.executable, [sys.executable, "-m", "cli.main", *sys.argv[2:]])
 
 class OwnService:
     """Runs inside its `with` block, with a node of `run` harnesses at once unless `run` is 0. By `identity` the node finds the runtimes
-    that an earlier one left: the service's URL is another at every start. `key_file` holds the engines' API key.
+    that an earlier one left: the service's URL is another at every start.
 
     While it starts, `wait` is called to sleep; once that returns True the start is abandoned. `say` receives what it waits for.
     Raises `CommandError` if it cannot start."""
@@ -73,7 +73,6 @@ class OwnService:
         run: int = 0,
         runtimes: Sequence[str] = (),
         identity: str = "",
-        key_file: Path | None = None,
     ) -> None:
         self.token = mint_token()
         self.url = ""
@@ -85,7 +84,6 @@ class OwnService:
         self._run = run
         self._runtimes = runtimes
         self._identity = identity
-        self._key_file = key_file
         self._lacks = ""
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._started = ExitStack()
@@ -133,11 +131,9 @@ class OwnService:
 
     def _launch(self, stack: ExitStack, output: Path, name: str, *args: str) -> None:
         kept = {variable: value for variable, value in os.environ.items() if INHERITED_VARIABLES.fullmatch(variable)}
-        if name != "serve" or self._key_file is not None:
+        if name != "serve":
             # A node calls no engine, and its agents should find no key.
             kept = hide_key(kept)
-        if name == "serve" and self._key_file is not None:
-            kept["VERBATIM_ENGINE_API_KEY_FILE"] = str(self._key_file)
         with (self._logs / f"{name}.log").open("ab") as log, output.open("ab") as stdout:
             child = subprocess.Popen(
                 [sys.executable, "-c", LAUNCH, str(os.getpid()), name, *args],

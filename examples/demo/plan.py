@@ -109,13 +109,12 @@ class Plan:
         """What makes the service hold the agents back; in rounds nobody runs ahead."""
         if not self.asynchronous:
             return {}
-        hold = {"VERBATIM_ADMISSION_HOLD_SECONDS": "2"}
-        if not self.push:
+        if self.push:
+            limit = {"staleness": self.max_staleness, "groups_per_version": self.groups}
+        else:
             # The weights never get newer: a bound on versions would let no group in once the first ones were trained.
-            return hold | {"VERBATIM_MAX_UNDELIVERED_GROUPS": str(self.groups * (self.max_staleness + 1))}
-        return hold | {
-            "VERBATIM_ADMISSION": json.dumps({"staleness": self.max_staleness, "groups_per_version": self.groups}),
-        }
+            limit = {"undelivered_groups": self.groups * (self.max_staleness + 1)}
+        return {"VERBATIM_ADMISSION": json.dumps({**limit, "hold_seconds": 2})}
 
     def empty_out(self) -> None:
         """Make `out`, with nothing left in it of an earlier run; what the demo did not write stays."""

@@ -36,7 +36,7 @@ AT_ONCE = 4
 
 async def generate(engine: Child, port: int, tasks: Path, out: Path, log: Path, more: Sequence[str] = ()) -> None:
     """Run the tasks of a file against the engine until `verbatim generate` ends. Repeated, it goes on. Raises ChildDied."""
-    argv = [sys.executable, "-m", "cli.main", "generate", "--tasks", str(tasks), "--out", str(out)]
+    argv = [sys.executable, "-m", "cli.main", "generate", str(tasks), "--out", str(out)]
     argv += ["--engine", f"http://127.0.0.1:{port}", "--at-once", str(AT_ONCE), *more]
     generation = Child("verbatim generate", argv, log, env=with_agents(), may_finish=True)
     async with AsyncExitStack() as stack:

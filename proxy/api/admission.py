@@ -1,7 +1,7 @@
 """Admission: which sessions may open while trainers lag behind.
 
-With `max_undelivered_groups` set, a session that would begin one group too many is refused until a group is leased. With
-`admission` set, a session whose group would be too stale by the time it is leased is refused until newer weights arrive or
+With `undelivered_groups` set, a session that would begin one group too many is refused until a group is leased. With
+`staleness` set, a session whose group would be too stale by the time it is leased is refused until newer weights arrive or
 fewer groups wait. Sessions that join an existing group are always admitted: otherwise the group could never become complete. All counts
 live in the store, so every process decides alike.
 """
@@ -25,10 +25,10 @@ DEFAULT_POLICY = ""
 
 
 async def open_session(services: Services, info: SessionInfo, hung_up: Callable[[], Awaitable[bool]]) -> bool:
-    """False if the id is taken. Holds the session for at most `admission_hold_seconds`, then raises `Backpressure`. A session that is not
+    """False if the id is taken. Holds the session for at most `hold_seconds`, then raises `Backpressure`. A session that is not
     trained is admitted at once."""
-    settings = services.settings
-    if not info.trained or (not settings.max_undelivered_groups and settings.admission is None):
+    limits = services.settings.admission
+    if not info.trained or (not limits.undelivered_groups and limits.staleness is None):
         return await services.sessions.create(info)
     admission = await _wait_for_admission(services, info, hung_up)
     created = False
@@ -55,10 +55,10 @@ async def reclaim_places(services: Services, *, older_than_seconds: float = SWEE
 
 async def estimate_versions_ahead(services: Services) -> int | None:
     """How many versions behind a group begun now would probably be when it is leased. None without a limit on staleness."""
-    if (limit := services.settings.admission) is None:
+    if (taken := services.settings.admission.groups_per_version) is None:
         return None
     versions = await load_current_versions(services)
-    return await services.delivery.count_versions_ahead(versions.pop(DEFAULT_POLICY), limit.groups_per_version, versions)
+    return await services.delivery.count_versions_ahead(versions.pop(DEFAULT_POLICY), taken, versions)
 
 
 async def load_current_versions(services: Services) -> dict[str, int]:
@@ -79,7 +79,7 @@ async def _exists(services: Services, session_id: str) -> bool:
 
 async def _wait_for_admission(services: Services, info: SessionInfo, hung_up: Callable[[], Awaitable[bool]]) -> Admission:
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + services.settings.admission_hold_seconds
+    deadline = loop.time() + services.settings.admission.hold_seconds
     admission = await _ask(services, info, again=False)
     while not admission.granted:
         left = deadline - loop.time()
@@ -95,22 +95,22 @@ async def _wait_for_admission(services: Services, info: SessionInfo, hung_up: Ca
 
 
 async def _ask(services: Services, info: SessionInfo, *, again: bool) -> Admission:
-    settings, freshness = services.settings, None
-    if settings.admission is not None:
+    limits, freshness = services.settings.admission, None
+    if limits.staleness is not None and limits.groups_per_version is not None:
         versions = await load_current_versions(services)
         version = versions.pop(DEFAULT_POLICY)
-        freshness = Freshness(version, settings.admission.staleness, settings.admission.groups_per_version, versions)
-    group, limit, defaults = group_ref(info), settings.max_undelivered_groups, build_group_defaults(settings)
+        freshness = Freshness(version, limits.staleness, limits.groups_per_version, versions)
+    group, defaults, now = group_ref(info), build_group_defaults(services.settings), await services.clock.now()
     return await services.delivery.admit(
-        group, info.session_id, limit, defaults, await services.clock.now(), freshness, again=again
+        group, info.session_id, limits.undelivered_groups, defaults, now, freshness, again=again
     )
 
 
 def _explain_refusal(services: Services, admission: Admission) -> str:
-    settings, ahead = services.settings, admission.versions_ahead
-    if (limit := settings.max_undelivered_groups) and admission.undelivered >= limit:
+    limits, ahead = services.settings.admission, admission.versions_ahead
+    if (limit := limits.undelivered_groups) and admission.undelivered >= limit:
         return f"{admission.undelivered} groups wait for a trainer, the limit is {limit}: retry after a group is leased"
     return (
         f"a group begun now would probably be {ahead} versions behind when it is leased, the limit is "
-        f"{settings.admission and settings.admission.staleness}: retry when there are newer weights"
+        f"{limits.staleness}: retry when there are newer weights"
     )

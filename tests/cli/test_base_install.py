@@ -48,8 +48,8 @@ WORKS = (
 REFUSED = (
     (("serve", "--engine", "http://127.0.0.1:9"), "pip install '.[proxy]'"),
     (("node",), "pip install '.[rollout]'"),
-    (("generate", "--tasks", "tasks.jsonl", "--engine", "http://127.0.0.1:9", "--out", "o"), "[proxy,rollout,archive]"),
-    (("generate", "--tasks", "tasks.jsonl", "--url", "http://127.0.0.1:9", "--out", "o"), "[rollout,archive]"),
+    (("generate", "tasks.jsonl", "--engine", "http://127.0.0.1:9", "--out", "o"), "[proxy,rollout,archive]"),
+    (("generate", "tasks.jsonl", "--url", "http://127.0.0.1:9", "--out", "o"), "[rollout,archive]"),
     (("export", "--out", "e"), "pip install '.[archive]'"),
     (("import", "exported"), "pip install '.[archive]'"),
     (("audit", "s", "--model", "m"), "pip install '.[trainer]' transformers"),

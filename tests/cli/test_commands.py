@@ -138,7 +138,11 @@ def test_a_flag_that_is_invalid_or_missing_is_named(args: tuple[str, ...], says:
     [
         ("VERBATIM_KEEPALIVE_SECONDS", "soon", "VERBATIM_KEEPALIVE_SECONDS 'soon' is invalid"),
         ("VERBATIM_ROLE_RULES", "[{", "VERBATIM_ROLE_RULES is not JSON"),
-        ("VERBATIM_ADMISSION", '{"staleness": 1}', "is invalid: groups_per_version: field required"),
+        (
+            "VERBATIM_ADMISSION",
+            '{"staleness": 1}',
+            "is invalid: groups_per_version: staleness and groups_per_version are set together",
+        ),
         ("VERBATIM_KEEP", '{"top_logprob": 5}', "top_logprob:"),
         ("VERBATIM_ADMIN_TOKEN_FILE", "nowhere", "VERBATIM_ADMIN_TOKEN_FILE is invalid: it cannot be read"),
         # Without deliveries every lease failed: 0 means "no limit" elsewhere.

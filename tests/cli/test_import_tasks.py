@@ -31,16 +31,16 @@ def test_folders_of_harbor_become_tasks_and_those_that_cannot_run_are_named(serv
     shutil.copytree(HARBOR, tasks / "easy" / "slugify")
     shutil.copytree(HARBOR, tasks / "hard" / "steps")
     (tasks / "hard" / "steps" / "task.toml").write_text("[[steps]]\nname = 'a'\n")
-    out = tmp_path / "tasks.jsonl"
     given = ("harbor", str(tasks), "--harness", "codex", "--samples", "3", "--model", "policy", "--var", "OWNER=us")
-    done, _ = imported(*given, "--out", str(out))
+    done, (task,) = imported(*given)
     assert done.returncode == 0, done.stderr
     left_out, counts = done.stderr.splitlines()
     assert left_out.startswith("left out: ") and "hard/steps has several steps: that cannot be run here" in left_out
     assert counts == "1 tasks imported, 1 left out"
-    (task,) = [json.loads(line) for line in out.read_text().splitlines()]
     assert (task["task_id"], task["num_samples"], task["model"]) == ("verbatim-slugify", 3, "policy")
     assert (task["harness"]["name"], task["harness"]["mcp_servers"][0]["name"]) == ("codex", "notes")
+    out = tmp_path / "tasks.jsonl"
+    out.write_text(done.stdout)
     submitted = verbatim("tasks", "submit", str(out), VERBATIM_URL=service.url, VERBATIM_ADMIN_TOKEN=ADMIN)
     assert (submitted.returncode, submitted.stdout) == (0, "verbatim-slugify\n"), submitted.stderr
 

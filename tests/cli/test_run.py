@@ -429,7 +429,7 @@ SHOW = "import json, os, sys; print(json.dumps({'env': dict(os.environ), 'in': s
 @pytest.fixture(scope="module")
 def narrow(engine: ScriptedEngine, redis_server: RedisServer) -> Iterator[RunningService]:
     """A service that takes no second group."""
-    with RunningService(engine.url, redis_server.url, max_undelivered_groups=1) as service:
+    with RunningService(engine.url, redis_server.url, admission={"undelivered_groups": 1}) as service:
         yield service
 
 

@@ -544,7 +544,7 @@ def test_two_engines_behind_vllms_router_serve_calls_and_take_no_weights(
     """The plugin was found through it, and its requests were refused: no call worked. A push left one engine paused and half updated."""
     with (
         running_router("vllm_router", vllm_server.url, glm_server.url, policy="consistent_hash") as router,
-        RunningService(router, redis_server.url, engine_session_header="X-Session-ID") as service,
+        RunningService(router, redis_server.url, engine_router={"session_header": "X-Session-ID"}) as service,
     ):
         service.await_ready()
         replica = find_replica(service)

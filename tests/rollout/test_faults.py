@@ -335,7 +335,7 @@ async def test_a_judge_is_asked_also_while_trainers_are_behind(engine: ScriptedE
     """The one group that may be undelivered waits for this very verdict."""
     replies = iter([Say("hello world"), Say('{"score": 10}')])
     engine.script = lambda generation, index: next(replies)
-    async with serving_world(redis_url, engine.url, tmp_path, max_undelivered_groups=1) as world:
+    async with serving_world(redis_url, engine.url, tmp_path, admission={"undelivered_groups": 1}) as world:
         (state,) = await world.run(a_task(evaluator=JUDGED))
     assert reward_of(state) == 1.0, state.verdict
 
@@ -370,7 +370,7 @@ async def test_a_group_that_has_begun_is_completed_by_a_node_whose_only_slot_is_
     monkeypatch.setattr("rollout.node.LOOK_SECONDS", 0.2)
     monkeypatch.setattr("proxy.tasks.takes.LOOK_SECONDS", 0.2)
     gate = tmp_path / "gate"
-    async with serving_world(redis_url, engine.url, tmp_path, max_undelivered_groups=1) as world:
+    async with serving_world(redis_url, engine.url, tmp_path, admission={"undelivered_groups": 1}) as world:
         begun = await world.submit(a_task("begun", f"{ASK}\nuntil test -e {gate}; do sleep 0.1; done", num_samples=2))
         async with world.node(slots=Slots(prepare=1, ready=0, run=1, evaluate=1)):
             await world.until(lambda: session_ids(world) == {"begun.0.1"}, "its group has begun")

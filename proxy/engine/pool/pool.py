@@ -169,8 +169,8 @@ class EnginePool:
         return False, self._reasons(self.replicas)
 
     def release(self, session_id: str) -> None:
-        """Tell routers in front of engines that the session is over, if `engine_release_path` says how. Nobody waits for it."""
-        if not self._settings.engine_release_path or self._stopping:
+        """Tell routers in front of engines that the session is over, if `release_path` says how. Nobody waits for it."""
+        if not self._settings.engine_router.release_path or self._stopping:
             return
         for replica in self._hosts:
             if replica.healthy:
@@ -179,8 +179,8 @@ class EnginePool:
                 task.add_done_callback(self._releasing.discard)
 
     async def _release(self, replica: Replica, session_id: str) -> None:
-        header = self._settings.engine_session_header
-        url, headers = replica.url + self._settings.engine_release_path, {header: session_id} if header else {}
+        router = self._settings.engine_router
+        url, headers = replica.url + router.release_path, {router.session_header: session_id} if router.session_header else {}
         try:
             asking = self.http.session.post(url, params={"session_id": session_id}, headers=headers, timeout=_RELEASE_TIMEOUT)
             async with asking as answer:

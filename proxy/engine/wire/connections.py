@@ -46,7 +46,7 @@ def open_channels(settings: Settings, limits: ProcessLimits = USUAL) -> Channels
         idle_seconds=_IDLE_SECONDS,
         socket_factory=_make_socket,
         trace_headers=carried if find_collector() is not None else None,
-        session_header=settings.engine_session_header,
+        session_header=settings.engine_router.session_header,
         tls=_build_tls(settings),
     )
 

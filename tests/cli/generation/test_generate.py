@@ -90,7 +90,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_attempts_are_made_until_one_is_accepted_and_becomes_rows_and_messages(engine: ScriptedEngine, tmp_path: Path) -> None:
     """The third attempt says what is wanted; the command, given again, changes nothing and asks the model nothing."""
     engine.say("goodbye", "goodbye", "hello world")
-    given = ("--tasks", written(tmp_path / "tasks.jsonl", task("a")), "--max-samples", "4", "--model", "policy")
+    given = (written(tmp_path / "tasks.jsonl", task("a")), "--max-samples", "4", "--model", "policy")
     for _ in range(2):
         done = generate(tmp_path, engine, *given)
         assert done.returncode == 0, done.stderr
@@ -134,17 +134,16 @@ def test_settings_of_another_service_in_the_environment_are_not_its_own(engine: 
         "VERBATIM_CONTROL_PORT": "0",
         "VERBATIM_REDIS": "redis://127.0.0.1:9",
         "VERBATIM_REDIS_WAIT": '{"replicas": 1, "aof": true}',
-        "VERBATIM_MAX_UNDELIVERED_GROUPS": "1",
-        "VERBATIM_ADMISSION": '{"staleness": 0, "groups_per_version": 1}',
+        "VERBATIM_ADMISSION": '{"undelivered_groups": 1, "staleness": 0, "groups_per_version": 1}',
         "VERBATIM_RETENTION": '{"without_archive": true, "seconds": 0.001}',
     }
-    done = generate(tmp_path, engine, "--tasks", written(tmp_path / "tasks.jsonl", task("a"), task("b")), **another)
+    done = generate(tmp_path, engine, written(tmp_path / "tasks.jsonl", task("a"), task("b")), **another)
     assert done.returncode == 0 and "2 accepted, 2 kept" in done.stderr, done.stderr
 
 
 def test_where_nothing_is_accepted_it_says_why_and_its_exit_code_is_not_0(engine: ScriptedEngine, tmp_path: Path) -> None:
     """What comes next in a script would fine-tune on nothing."""
-    done = generate(tmp_path, engine, "--tasks", written(tmp_path / "tasks.jsonl", task("a", instruction="exit 3")))
+    done = generate(tmp_path, engine, written(tmp_path / "tasks.jsonl", task("a", instruction="exit 3")))
     *_, ended, failed, totals, conversations, refused = done.stderr.splitlines()
     assert done.returncode == 1
     assert ended == "task a: 0 of 1 attempts accepted, 0 kept, 0 tokens, 1 harness_failed"
@@ -156,7 +155,7 @@ def test_where_nothing_is_accepted_it_says_why_and_its_exit_code_is_not_0(engine
 def test_attempts_that_all_fail_alike_end_it_and_it_begins_anew_once_mended(engine: ScriptedEngine, tmp_path: Path) -> None:
     """Eight attempts failed of one cause, one after the other, for minutes."""
     broken = [task(f"t{n}", instruction="no-such-program --now; exit 3") for n in range(12)]
-    given = ("--tasks", str(tmp_path / "tasks.jsonl"), "--at-once", "1")
+    given = (str(tmp_path / "tasks.jsonl"), "--at-once", "1")
     written(tmp_path / "tasks.jsonl", *broken)
     done = generate(tmp_path, engine, *given)
     assert done.returncode == 1, done.stderr
@@ -178,13 +177,13 @@ def test_what_was_stopped_is_taken_up_where_it_was(engine: ScriptedEngine, tmp_p
     engine.script = lambda generation, index: Say("hello world")
     sleeping = {"instruction": f"test -e {tmp_path}/go || sleep 3600\n{ASK}"}
     file = written(tmp_path / "tasks.jsonl", task("a"), task("b", **sleeping))
-    given = ["--tasks", file, "--engine", engine.url, "--harness", "shell", "--out", str(tmp_path / "out")]
+    given = [file, "--engine", engine.url, "--harness", "shell", "--out", str(tmp_path / "out")]
     said = stopped(tmp_path, "task a: 1 of 1", *given)
     assert "repeat the command to continue" in said and not processes_using(tmp_path / "out")
     assert [each["kept"] for each in lines(tmp_path / "out" / "rollouts.jsonl")] == [True]
     assert [each["input"] for each in lines(tmp_path / "out" / "chat.jsonl")] == ["a"]
     (tmp_path / "go").touch()
-    done = generate(tmp_path, engine, "--tasks", file)
+    done = generate(tmp_path, engine, file)
     assert done.returncode == 0, done.stderr
     assert sorted(each["input"] for each in lines(tmp_path / "out" / "chat.jsonl")) == ["a", "b"]
     assert len(engine.generations) == 2
@@ -200,7 +199,7 @@ def test_what_a_killed_trial_or_node_left_is_removed_by_the_same_command(engine:
     harness = {"name": "mine", "definition": {**MISSING, "argv": [str(agent), "{prompt}"], "install": [install]}}
     ask = f"touch {begun}; test -e {go} || sleep 3600\n{ASK}"
     file = written(tmp_path / "tasks.jsonl", task("a", harness=harness, instruction=ask))
-    given = ("generate", "--tasks", file, "--engine", engine.url, "--out", str(tmp_path / "out"))
+    given = ("generate", file, "--engine", engine.url, "--out", str(tmp_path / "out"))
 
     def kill(find: Callable[[int], list[int]]) -> list[str]:
         """What is left once the harness is installed, or runs, and the processes are killed that `find` finds."""
@@ -227,7 +226,7 @@ def test_what_a_killed_trial_or_node_left_is_removed_by_the_same_command(engine:
 def test_an_accepted_reply_that_was_truncated_is_told_as_such(engine: ScriptedEngine, tmp_path: Path) -> None:
     """The old bug: chat.jsonl held half a reply as if it were whole, and nothing said so."""
     engine.script = lambda generation, index: Say("hello world", finish_reason="length")
-    done = generate(tmp_path, engine, "--tasks", written(tmp_path / "tasks.jsonl", task("a")))
+    done = generate(tmp_path, engine, written(tmp_path / "tasks.jsonl", task("a")))
     assert done.returncode == 0, done.stderr
     (conversation,) = lines(tmp_path / "out" / "chat.jsonl")
     assert (conversation["truncated"], conversation["finish_reason"]) == (True, "length")
@@ -256,10 +255,10 @@ async def test_a_running_service_is_used_with_the_nodes_it_has(engine: ScriptedE
     engine.script = lambda generation, index: Say("hello world")
     async with generating(redis_url, engine, tmp_path) as (service, generate):
         file = written(tmp_path / "tasks.jsonl", task("a"), task("b"))
-        done = await generate("--tasks", file)
+        done = await generate(file)
         assert done.returncode == 0, done.stderr
         written(tmp_path / "tasks.jsonl", task("a"), task("b", instruction="Something else."))
-        refused = await generate("--tasks", file)
+        refused = await generate(file)
         assert refused.returncode == 1 and "verbatim: line 2: " in refused.stderr, refused.stderr
         (out,) = [task["status"] for task in service.request("GET", "/tasks").json()["tasks"] if ".a." in task["task_id"]]
         assert out == "completed"
@@ -273,7 +272,7 @@ async def test_the_best_of_several_attempts_is_kept(engine: ScriptedEngine, redi
     said = iter(["one", "one two three", "one two"])
     engine.script = lambda generation, index: Say(next(said))
     file = written(tmp_path / "tasks.jsonl", task("a", LENGTH, options={"reward": "number"}))
-    given = ("--tasks", file, "--samples", "3", "--want", "1", "--accept", "reward > 1")
+    given = (file, "--samples", "3", "--want", "1", "--accept", "reward > 1")
     async with generating(redis_url, engine, tmp_path) as (_, generate):
         done = await generate(*given)
     assert done.returncode == 0, done.stderr
@@ -305,7 +304,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(
 ) -> None:
     file = written(tmp_path / "tasks.jsonl", *tasks)
     harness = () if "--harness" in args else ("--harness", "shell")
-    given = ("--tasks", file, "--engine", "http://127.0.0.1:9", "--out", str(tmp_path / "out"), *harness, *args)
+    given = (file, "--engine", "http://127.0.0.1:9", "--out", str(tmp_path / "out"), *harness, *args)
     done = verbatim("generate", *given, timeout_seconds=SECONDS)
     assert done.returncode == code and says in done.stderr, done.stderr
     assert not (tmp_path / "out").exists()
@@ -332,7 +331,7 @@ def test_a_missing_harness_is_told_once_before_anything_is_started(install: list
     file = written(
         tmp_path / "tasks.jsonl", {**task("a"), "harness": "shell"}, task("b", harness=harness), task("c", harness=harness)
     )
-    given = ("--tasks", file, "--engine", "http://127.0.0.1:9", "--out", str(tmp_path / "out"), "--samples", "8")
+    given = (file, "--engine", "http://127.0.0.1:9", "--out", str(tmp_path / "out"), "--samples", "8")
     done = verbatim("generate", *given, timeout_seconds=SECONDS, **variables(tmp_path))
     assert done.returncode == 1 and "waiting" not in done.stderr, done.stderr
     assert done.stderr.count(told) == done.stderr.count("no-such-harness' in the runtime") == 1, done.stderr
@@ -347,7 +346,7 @@ def test_a_harness_that_a_sandbox_does_not_see_is_told_with_where_it_is(tmp_path
     program.touch(mode=0o755)
     harness = {"name": "mine", "definition": MISSING, "install": False}
     file = written(tmp_path / "tasks.jsonl", {**task("a"), "harness": harness, "runtime": "local"})
-    given = ("--tasks", file, "--engine", "http://127.0.0.1:9", "--out", str(tmp_path / "out"))
+    given = (file, "--engine", "http://127.0.0.1:9", "--out", str(tmp_path / "out"))
     path = f"{program.parent}:{os.environ['PATH']}"
     done = verbatim("generate", *given, timeout_seconds=SECONDS, **{**variables(tmp_path), "PATH": path})
     assert done.returncode == 1 and f"this machine has {program}: name what it needs in VERBATIM_LOCAL_READABLE" in done.stderr
@@ -355,7 +354,7 @@ def test_a_harness_that_a_sandbox_does_not_see_is_told_with_where_it_is(tmp_path
 
 def test_what_runtimes_of_its_node_need_is_told_before_anything_is_started(tmp_path: Path) -> None:
     file = written(tmp_path / "tasks.jsonl", {**task("a"), "runtime": "local"})
-    given = ("--tasks", file, "--engine", "http://127.0.0.1:9", "--out", str(tmp_path / "out"), "--harness", "shell")
+    given = (file, "--engine", "http://127.0.0.1:9", "--out", str(tmp_path / "out"), "--harness", "shell")
     done = verbatim("generate", *given, timeout_seconds=SECONDS, **variables(tmp_path), VERBATIM_CGROUP=str(tmp_path / "none"))
     assert done.returncode == 1 and "fix  runtime local  " in done.stderr and "  VERBATIM_CGROUP: no control" in done.stderr
     assert done.stderr.splitlines()[-1] == "verbatim: nothing was started: fix runtime local"
@@ -364,7 +363,7 @@ def test_what_runtimes_of_its_node_need_is_told_before_anything_is_started(tmp_p
 
 def test_an_engine_that_is_not_there_is_named_while_it_is_waited_for(tmp_path: Path) -> None:
     """It may be about to start; who waits for it sees what for, and may stop."""
-    given = ("--tasks", written(tmp_path / "tasks.jsonl", task("a")), "--out", str(tmp_path / "out"), "--harness", "shell")
+    given = (written(tmp_path / "tasks.jsonl", task("a")), "--out", str(tmp_path / "out"), "--harness", "shell")
     *checks, waits, ended = stopped(tmp_path, "waiting", *given, "--engine", "http://127.0.0.1:9").splitlines()
     assert checks[0].startswith("note engine http://127.0.0.1:9  it does not answer yet")
     assert waits.startswith("waiting up to 300 s: no engine serves: ") and "127.0.0.1:9" in waits
@@ -374,7 +373,7 @@ def test_an_engine_that_is_not_there_is_named_while_it_is_waited_for(tmp_path: P
 def test_lines_that_are_none_and_a_missing_harness_are_named_with_their_number(tmp_path: Path) -> None:
     file = tmp_path / "tasks.jsonl"
     file.write_text(json.dumps(task("a")) + "\n{oops\n")
-    given = ("--tasks", str(file), "--engine", "http://127.0.0.1:9", "--out", str(tmp_path / "out"))
+    given = (str(file), "--engine", "http://127.0.0.1:9", "--out", str(tmp_path / "out"))
     done = verbatim("generate", *given, "--harness", "shell", timeout_seconds=SECONDS)
     assert done.returncode == 1 and f"line 2 of {file} is not JSON at character 2: " in done.stderr
     file.write_text(json.dumps(task("a")))

@@ -65,7 +65,7 @@ def key_file(tmp_path: Path) -> Path:
 
 def generate(tmp_path: Path, base: str, *args: str, **more: str) -> subprocess.CompletedProcess[str]:
     given = ("--engine", base, "--harness", "shell", "--out", str(tmp_path / "out"), *args)
-    given += ("--tasks", written(tmp_path / "tasks.jsonl", task("a", instruction=AGENT)))
+    given += (written(tmp_path / "tasks.jsonl", task("a", instruction=AGENT)),)
     return verbatim("generate", *given, timeout_seconds=SECONDS, **variables(tmp_path) | {"VERBATIM_ENGINE_API": "auto"} | more)
 
 
@@ -75,8 +75,9 @@ def test_what_an_api_model_did_well_is_written_as_conversations(
     """Every call was refused for `return_token_ids`; and of an engine without ids nothing was written."""
     looked_up = vendor.family.speak(calls=[("lookup", {"key": "alpha"})])
     vendor.busy("0").say(looked_up, "goodbye", looked_up, "hello world")
-    given = ("--engine-api-key-file", str(key_file), "--model", MODEL, "--max-samples", "3", "--at-once", "1")
-    done = generate(tmp_path, f"{vendor.url}/v1", *given, VERBATIM_ENGINE_CA_FILE=str(authority.file))
+    given = ("--model", MODEL, "--max-samples", "3", "--at-once", "1")
+    files = {"VERBATIM_ENGINE_API_KEY_FILE": str(key_file), "VERBATIM_ENGINE_CA_FILE": str(authority.file)}
+    done = generate(tmp_path, f"{vendor.url}/v1", *given, **files)
     assert done.returncode == 0, done.stderr
     assert "serves small, large; not vLLM" in done.stderr and "1 conversations in " in done.stderr
     out = tmp_path / "out"
@@ -164,10 +165,11 @@ def test_a_key_that_cannot_be_sent_is_refused(key: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("text", ["", "one\ntwo\n", "with a blank"])
-def test_a_key_file_that_holds_no_key_or_several_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_key_file_that_holds_no_key_or_several_is_refused(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "key").write_text(text)
-    with pytest.raises(CommandError, match=f"--engine-api-key-file {tmp_path}/key: "):
-        open_engine_client(60.0, tmp_path / "key")
+    monkeypatch.setenv("VERBATIM_ENGINE_API_KEY_FILE", str(tmp_path / "key"))
+    with pytest.raises(CommandError, match=f"VERBATIM_ENGINE_API_KEY_FILE {tmp_path}/key: "):
+        open_engine_client(60.0)
 
 
 @pytest.mark.parametrize("base", ["/v1beta/openai", "/api/paas/v4"])

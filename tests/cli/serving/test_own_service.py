@@ -27,5 +27,5 @@ def test_a_machines_harnesses_evaluators_and_runtimes_are_as_the_environment_say
 
 def test_nothing_else_of_another_service_is_taken() -> None:
     of_a_service = [name for name in Settings.model_fields if name.startswith(OF_A_SERVICE)]
-    for name in (*of_a_service, *RolloutSettings.model_fields, "engine", "max_undelivered_groups", "url", "harness_url", "new"):
+    for name in (*of_a_service, *RolloutSettings.model_fields, "engine", "url", "harness_url", "new"):
         assert not INHERITED_VARIABLES.fullmatch(f"VERBATIM_{name.upper()}"), name

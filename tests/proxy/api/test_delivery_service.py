@@ -143,7 +143,7 @@ async def advance(url: str, version: int) -> None:
 
 
 async def test_the_rollout_side_waits_while_too_many_groups_are_undelivered(redis_url: str) -> None:
-    async with running(redis_url, max_undelivered_groups=2) as service:
+    async with running(redis_url, admission={"undelivered_groups": 2}) as service:
         group: dict[str, Any] = {"group_id": "g", "group_size": 2}
         await service.finished("a1", **group)
         await service.session("b", 7)
@@ -161,7 +161,7 @@ async def test_the_rollout_side_waits_while_too_many_groups_are_undelivered(redi
 
 
 async def test_a_session_id_that_is_taken_does_not_cost_its_group_its_place(redis_url: str) -> None:
-    async with running(redis_url, max_undelivered_groups=1) as service:
+    async with running(redis_url, admission={"undelivered_groups": 1}) as service:
         await service.session("s0", group_id="g", group_size=2)
         assert said(await service.admin.post("/sessions", json={"session_id": "s0", "group_id": "g"}))[0] == 409
         assert said(await service.admin.post("/sessions", json={"session_id": "other"}))[0] == 429
@@ -172,7 +172,7 @@ async def test_a_session_id_that_is_taken_does_not_cost_its_group_its_place(redi
 
 
 async def test_a_place_whose_process_died_before_the_session_was_there_is_free_again(redis_url: str) -> None:
-    async with running(redis_url, max_undelivered_groups=2) as service:
+    async with running(redis_url, admission={"undelivered_groups": 2}) as service:
         now = time.time()
         for session_id in ("died", "opened"):
             assert (await service.services.delivery.admit(f"s:{session_id}", session_id, 2, ALL_USABLE, now)).noted
@@ -197,7 +197,7 @@ def swept_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_running_service_looks_for_places_that_nobody_holds(redis_url: str, swept_often: None) -> None:
-    with RunningService(NO_ENGINE, redis_url, max_undelivered_groups=1, session_idle_seconds=3600) as service:
+    with RunningService(NO_ENGINE, redis_url, admission={"undelivered_groups": 1}, session_idle_seconds=3600) as service:
         asyncio.run(admit_long_ago(redis_url, "died"))
         assert service.request("POST", "/sessions", json={}).status_code == 429
         wait_until(lambda: service.request("POST", "/sessions", json={}).status_code == 201, 60, "its place is free")
@@ -261,7 +261,7 @@ async def test_a_session_is_held_until_it_may_be_opened(
         while calls_of(redis_server, "evalsha") < goal:
             await asyncio.sleep(0.01)
 
-    rules: dict[str, Any] = {"admission": {"groups_per_version": 1, "staleness": 0}, "admission_hold_seconds": 600}
+    rules: dict[str, Any] = {"admission": {"groups_per_version": 1, "staleness": 0, "hold_seconds": 600}}
     async with running(redis_url, **rules) as service:
         await service.finished("s0")
         held = asyncio.create_task(service.admin.post("/sessions", json={"session_id": "s1"}))
@@ -278,7 +278,7 @@ async def test_a_session_is_held_until_it_may_be_opened(
 
 def test_a_held_session_whose_caller_hung_up_is_not_opened(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy.api.admission.RETRY_SECONDS", 0.05)
-    rules: dict[str, Any] = {"admission": {"groups_per_version": 1, "staleness": 0}, "admission_hold_seconds": 600}
+    rules: dict[str, Any] = {"admission": {"groups_per_version": 1, "staleness": 0, "hold_seconds": 600}}
     with RunningService(NO_ENGINE, redis_url, **rules) as service:
         finished(redis_url, service, "s0")
 
@@ -291,9 +291,10 @@ def test_a_held_session_whose_caller_hung_up_is_not_opened(redis_url: str, monke
         assert service.request("GET", "/sessions/s1").status_code == 404
 
 
-def test_a_staleness_without_the_size_of_a_version_is_refused() -> None:
+@pytest.mark.parametrize("half", ["staleness", "groups_per_version"])
+def test_a_staleness_without_the_size_of_a_version_is_refused(half: str) -> None:
     with pytest.raises(ValueError, match=r"admission\.groups_per_version"):
-        Settings.model_validate({"admission": {"staleness": 1}})
+        Settings.model_validate({"admission": {half: 1}})
 
 
 async def test_a_rollout_that_went_on_across_versions_is_as_old_as_its_oldest_span(redis_url: str) -> None:

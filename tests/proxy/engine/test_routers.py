@@ -65,7 +65,7 @@ def test_engines_behind_a_balancer_are_told_apart(
     """A push paused one engine and updated the other."""
     with (
         Balancer(tmp_path, [engine.url for engine in engines], how) as balancer,
-        RunningService(balancer.url, redis_server.url, engine_session_header="X-Session-ID") as service,
+        RunningService(balancer.url, redis_server.url, engine_router={"session_header": "X-Session-ID"}) as service,
     ):
         check_refused(service, engines, tmp_path)
 
@@ -79,7 +79,7 @@ def test_calls_work_through_vllms_router_and_pushes_are_refused(
     urls = [engine.url for engine in engines]
     with (
         running_router("vllm_router", *urls, policy=policy) as router,
-        RunningService(router, redis_server.url, engine_session_header="X-Session-ID") as service,
+        RunningService(router, redis_server.url, engine_router={"session_header": "X-Session-ID"}) as service,
     ):
         assert replica_of(service)["api"] == "token"
         check_refused(service, engines, tmp_path)

@@ -69,7 +69,7 @@ def test_a_router_is_told_the_session_where_the_operator_wants_it(
 ) -> None:
     with (
         ScriptedEngine("qwen3") as engine,
-        RunningService(engine.url, redis_server.url, engine_api=api, engine_session_header=header) as service,
+        RunningService(engine.url, redis_server.url, engine_api=api, engine_router={"session_header": header}) as service,
     ):
         session = service.session()
         answer = session.ask("hi", stream=stream)
@@ -88,7 +88,7 @@ def test_every_request_that_is_made_for_a_session_carries_it(redis_server: Redis
     """Also the one that ends a call, sent for whoever closes the session: it went to any engine behind the router, which knew no such call,
     and the call was hung up on. And those that count tokens and read a prompt of text."""
     redis_server.flushall()
-    settings: dict[str, Any] = {"engine_api": api, "engine_session_header": "X-Session-ID"}
+    settings: dict[str, Any] = {"engine_api": api, "engine_router": {"session_header": "X-Session-ID"}}
     with (
         ScriptedEngine("qwen3") as engine,
         RunningService(engine.url, redis_server.url, **settings) as service,
@@ -121,7 +121,10 @@ def test_a_router_is_told_that_a_session_is_over_where_the_operator_wants_it(
     with (
         Router(status) as router,
         RunningService(
-            router.url, redis_server.url, engine_api="chat", engine_session_header="X-Session-ID", engine_release_path=path
+            router.url,
+            redis_server.url,
+            engine_api="chat",
+            engine_router={"session_header": "X-Session-ID", "release_path": path},
         ) as service,
     ):
         service.await_ready()
