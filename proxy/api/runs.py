@@ -92,10 +92,10 @@ def refuse_unknown(run: str) -> NotFound:
 
 async def find_run(services: Services, run: str) -> RunRecord:
     """Raises `NotFound`."""
-    found = next((record for record in await services.delivery.load_runs() if record.run == run), None)
-    if found is None:
+    found = await services.delivery.load_runs(run)
+    if not found:
         raise refuse_unknown(run)
-    return found
+    return found[0]
 
 
 async def describe_runs(services: Services, records: Sequence[RunRecord]) -> list[dict[str, Any]]:

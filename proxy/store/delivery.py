@@ -20,10 +20,6 @@ from proxy.store.keys import (
     DELIVERY,
     GROUP_POLICIES,
     GROUP_TOTALS,
-    RUN_CELLS,
-    RUN_CURVES,
-    RUN_GROUPS,
-    RUNS,
     pack,
     pack_versioned,
     parse_hash,
@@ -45,8 +41,7 @@ ANY = "*"
 LETTERS_LOOKED_AT = 1000
 """Dead letters that one page examines; a page filtered by reason may be short."""
 BLOCK_SECONDS = 5.0
-CELLS_AT_ONCE = 1000
-NO_CELLS = pack([])
+CELLS_AT_ONCE = 2000
 PAUSE_SECONDS = 1.0
 """After a failed read of the arrivals."""
 
@@ -338,19 +333,9 @@ class DeliveryStore:
             )
         return [reference.decode() for reference in found]
 
-    async def load_runs(self) -> list[RunRecord]:
-        """All runs, the one that began last first."""
-        flat, states = await self._redis.execute("HGETALL", RUNS), await self._redis.execute("HGETALL", RUN_GROUPS)
-        groups: dict[str, dict[tuple[str, str], int]] = {}
-        for name, number in parse_hash(states).items():
-            run, state, cause = name.decode().split("=", 2)
-            groups.setdefault(run, {})[state, cause] = int(number)
-        found = []
-        for name, packed in parse_hash(flat).items():
-            kept, run = unpack(packed, dict[str, Any]), name.decode()
-            found.append(
-                RunRecord(run, kept["since"], kept["at"], kept.get("ended_at"), kept.get("hidden", False), groups.get(run, {}))
-            )
+    async def load_runs(self, *runs: str) -> list[RunRecord]:
+        """All runs, or these as far as there are any; the one that began last first."""
+        found = [_parse_run(*each) for each in await self._read("load_runs", *runs)]
         return sorted(found, key=lambda each: (-each.since, each.run))
 
     async def mark_run(self, run: str, now: float, *, ended: bool | None = None, hidden: bool | None = None) -> bool:
@@ -361,19 +346,18 @@ class DeliveryStore:
     async def load_curves(self, axis: Axis, newest: int = 0, runs: Sequence[str] | None = None) -> list[Curve]:
         """What `fill` has counted: the curves of the axis, by run, policy and label, of these runs or of all; of each only its `newest`
         points, unless that is 0."""
-        named = await self._redis.execute("HKEYS", RUN_CURVES)
-        split = ((name, name.split("=", 2)) for name in (each.decode() for each in named))
-        names = sorted(name for name, (on, run, _) in split if on == axis and (runs is None or run in runs))
-        if not names:
+        if runs is not None and not runs:
             return []
-        kept = await self._redis.execute("HMGET", RUN_CURVES, *names)
-        starts = [unpack(packed or NO_CELLS, list[int])[-newest:] for packed in kept]
-        fields = [f"{start}={name}" for name, each in zip(names, starts, strict=True) for start in each]
-        cells: dict[str, bytes | None] = {}
-        for first in range(0, len(fields), CELLS_AT_ONCE):
-            part = fields[first : first + CELLS_AT_ONCE]
-            cells |= zip(part, await self._redis.execute("HMGET", RUN_CELLS, *part), strict=True)
-        return await asyncio.to_thread(_parse_curves, names, starts, cells)
+        found: list[bytes] = []
+        more = 1
+        while more:
+            last = found[-3] if found else ""
+            more, *read = await self._read("load_curves", axis, newest, CELLS_AT_ONCE, last, *(runs or ()))
+            found += read
+        return await asyncio.to_thread(lambda: [*map(_parse_curve, found[::3], found[1::3], found[2::3])])
+
+    async def _read(self, script: str, *args: Argument) -> Any:
+        return await self._redis.run(Script.read(script, "_delivery"), DELIVERY, args)
 
     async def _run(self, script: str, *args: Argument, durable: bool = False) -> Any:
         return await self._redis.run(Script.read(script, *PRELUDES), DELIVERY, args, durable=durable, patient=True)
@@ -491,14 +475,15 @@ def _refuse_ended(lease_id: str, status: str) -> NotFound | Conflict:
     return Conflict(f"lease {lease_id} {ENDED[status]}")
 
 
-def _parse_curves(names: Sequence[str], starts: Sequence[Sequence[int]], cells: Mapping[str, bytes | None]) -> list[Curve]:
-    found = []
-    for name, each in zip(names, starts, strict=True):
-        _, run, policy, label = name.split("=", 3)
-        found.append(Curve(policy, label, [Point(at, _parse_cell(cells[f"{at}={name}"])) for at in each], run))
-    return found
+def _parse_run(name: bytes, packed: bytes, states: Sequence[Any]) -> RunRecord:
+    kept, groups = unpack(packed, dict[str, Any]), dict[tuple[str, str], int]()
+    for named, number in zip(states[::2], states[1::2], strict=True):
+        state, cause = named.decode().split("=", 1)
+        groups[state, cause] = number
+    return RunRecord(name.decode(), kept["since"], kept["at"], kept.get("ended_at"), kept.get("hidden", False), groups)
 
 
-def _parse_cell(packed: bytes | None) -> dict[str, float]:
-    """A cell may have been dropped since its curve was read."""
-    return unpack(packed, dict[str, float]) if packed else {}
+def _parse_curve(name: bytes, starts: bytes, cells: bytes) -> Curve:
+    _, run, policy, label = name.decode().split("=", 3)
+    points = map(Point, unpack(starts, list[int]), unpack(cells, list[dict[str, float]]))
+    return Curve(policy, label, list(points), run)

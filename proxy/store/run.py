@@ -180,7 +180,7 @@ class Point:
     @property
     def lost(self) -> float | None:
         """The share of sampled tokens that are in quarantine, but not by choice."""
-        lost = sum(tokens for reason, (_, tokens) in self.quarantined.items() if not REASONS[reason].chosen)
+        lost = sum(self.count(TOKENS + name) for name, reason in REASONS.items() if not reason.chosen)
         return lost / self.count("sampled_tokens") if self.count("sampled_tokens") > 0 else None
 
     @property
@@ -280,7 +280,10 @@ def merge(curves: Iterable[Curve]) -> list[Point]:
     merged: dict[int, dict[str, float]] = {}
     for curve in curves:
         for point in curve.points:
-            sums = merged.setdefault(point.start, {})
+            sums = merged.get(point.start)
+            if sums is None:
+                merged[point.start] = dict(point.sums)
+                continue
             for name, number in point.sums.items():
                 sums[name] = sums.get(name, 0) + number
     return [Point(start, merged[start]) for start in sorted(merged)]

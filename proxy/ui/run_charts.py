@@ -22,8 +22,8 @@ def thin(points: Sequence[Point], width: int, most: int) -> tuple[list[Point], i
 
 
 def thin_all(runs: Mapping[str, Sequence[Point]], width: int, most: int) -> tuple[dict[str, list[Point]], int]:
-    """As `thin`, each run with the same intervals."""
-    starts = [point.start for points in runs.values() for point in (points[:1] and (points[0], points[-1]))]
+    """As `thin`, each run with the same intervals. Points may be in any order, and several of one start."""
+    starts = [point.start for points in runs.values() for point in points]
     if not starts:
         return {run: [] for run in runs}, width
     first = min(starts)
@@ -33,7 +33,7 @@ def thin_all(runs: Mapping[str, Sequence[Point]], width: int, most: int) -> tupl
         parts: dict[int, list[Point]] = {}
         for point in points:
             parts.setdefault(first + (point.start - first) // wider * wider, []).append(point)
-        thinned[run] = [Point(start, add_up(part).sums) for start, part in parts.items()]
+        thinned[run] = [Point(start, add_up(parts[start]).sums) for start in sorted(parts)]
     return thinned, wider
 
 

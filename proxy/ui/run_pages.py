@@ -18,7 +18,7 @@ from fastapi.routing import APIRoute
 from proxy.api.run import answer_run
 from proxy.api.runs import RunMarks, mark_run
 from proxy.errors import NotFound
-from proxy.store.run import CAUSES, WIDTHS, Axis, Curve, Point, RunRecord, merge
+from proxy.store.run import CAUSES, WIDTHS, Axis, Curve, Point, RunRecord
 from proxy.ui.rendering import HEADERS, address, home_of, page
 from proxy.ui.run_charts import add_up, draw_charts, draw_spark, overlay_charts, tell, tell_start, thin, thin_all
 from proxy.ui.shown import Shown, read_form
@@ -39,6 +39,7 @@ SHOWN_AXES: dict[Axis, str] = {
     "quarter": "quarters of an hour",
     "hours": "six hours",
 }
+ALL_TIME: Axis = "all"
 MARKS = ("ended", "hidden")
 FILES = {"run.csv": "csv", "run.json": "json"}
 ALL = "*"
@@ -75,7 +76,7 @@ async def run(
     records = await delivery.load_runs()
     chosen = [record for record in records if record.run in (run or ())] or _choose_newest(records)
     names = [record.run for record in chosen]
-    every, totals = await delivery.load_curves(axis, runs=names), await delivery.load_curves("all", runs=names)
+    every, totals = await asyncio.gather(*(delivery.load_curves(each, runs=names) for each in (axis, ALL_TIME)))
     policies = sorted({curve.policy for curve in totals})
     policy = policy if policy in policies or not policies else policies[0]
     every, totals = ([curve for curve in curves if curve.policy == policy] for curves in (every, totals))
@@ -134,9 +135,9 @@ def describe_runs(
     axis: Axis, records: Sequence[RunRecord], curves: Sequence[Curve], totals: Sequence[Curve], label: str, now: float
 ) -> dict[str, Any]:
     """What the page shows of one policy's curves; `label` ALL: of all of them together."""
-    points = {each.run: _merge_run(curves, each.run, label) for each in records}
-    lines = [RunLine(each, add_up(_merge_run(totals, each.run, label)), measure_trend(points[each.run])) for each in records]
+    points = {each.run: _list_points(curves, each.run, label) for each in records}
     drawn, width = thin_all(points, WIDTHS[axis], MOST_POINTS)
+    lines = [RunLine(each, add_up(_list_points(totals, each.run, label)), measure_trend(drawn[each.run])) for each in records]
     if len(records) > 1:
         charts, first = overlay_charts(axis, drawn), list[Point]()
     else:
@@ -150,8 +151,8 @@ def describe_runs(
     }
 
 
-def _merge_run(curves: Sequence[Curve], run: str, label: str) -> list[Point]:
-    return merge(curve for curve in curves if curve.run == run and label in (ALL, curve.label))
+def _list_points(curves: Sequence[Curve], run: str, label: str) -> list[Point]:
+    return [point for curve in curves if curve.run == run and label in (ALL, curve.label) for point in curve.points]
 
 
 def _list_labels(totals: Sequence[Curve]) -> list[LabelLine]:

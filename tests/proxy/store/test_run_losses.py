@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from proxy.store.groups import GroupDefaults, GroupMember, LeaseRecord
 from proxy.store.run import PolicyOutcome, merge
@@ -88,8 +91,25 @@ async def test_the_number_of_runs_is_bounded_and_further_ones_share_a_name(store
         await fill(store, f"s{number}", replace(ENDED, run=f"run-{number}"), f"g{number}")
     records = {record.run: record for record in await store.delivery.load_runs()}
     assert len(records) == 201 and sum(records["(other)"].groups.values()) == 5
+    assert await store.delivery.load_runs("run-7", "nobodys", "run-7") == [records["run-7"]]
     whole = {curve.run: curve.points[0].rollouts for curve in await store.delivery.load_curves("all")}
     assert whole["(other)"] == 5 and sum(whole.values()) == 205
+
+
+async def test_curves_are_the_same_however_many_are_read_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(40):
+        run, label, policy = f"run-{number % 3}", "ab"[number % 2], ("", "judge")[number % 5 == 0]
+        await fill(store, f"s{number}", replace(ENDED, version=number % 7, run=run, label=label, policy=policy), f"g{number}")
+    read = []
+    for at_once in (1, 5, 2000):
+        monkeypatch.setattr("proxy.store.delivery.CELLS_AT_ONCE", at_once)
+        wanted: tuple[dict[str, Any], ...] = ({}, {"runs": ["run-1", "none"]}, {"newest": 2}, {"runs": []})
+        read.append([await store.delivery.load_curves("version", **each) for each in wanted])
+    assert read[0] == read[1] == read[2]
+    whole, of_one, newest, of_none = read[0]
+    assert sum(point.rollouts for curve in whole for point in curve.points) == 40 and of_none == []
+    assert of_one == [curve for curve in whole if curve.run == "run-1"] and of_one
+    assert [curve.points for curve in newest] == [curve.points[-2:] for curve in whole]
 
 
 async def test_a_run_is_ended_and_hidden_and_taken_back(store: Store) -> None:
