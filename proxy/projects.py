@@ -107,10 +107,16 @@ def claim(body: NewSession, project: str) -> NewSession:
     owner, dot, _ = (body.session_id or "").partition(".")
     if dot and owner != project:
         raise RequestError(f"session_id: one with a dot begins with '{project}.'", param="session_id")
-    group_id = None if body.group_id is None else f"{project}/{body.group_id}"
-    if group_id is not None and len(group_id) > MOST_GROUP_CHARACTERS:
-        raise RequestError(f"group_id: with its project it has more than {MOST_GROUP_CHARACTERS} characters", param="group_id")
+    group_id = None if body.group_id is None else name_group(project, body.group_id)
     return replace(body, project=project, group_id=group_id)
+
+
+def name_group(project: str, group_id: str) -> str:
+    """The project's own group of that name. Raises RequestError."""
+    named = f"{project}/{group_id}"
+    if len(named) > MOST_GROUP_CHARACTERS:
+        raise RequestError(f"group_id: with its project it has more than {MOST_GROUP_CHARACTERS} characters", param="group_id")
+    return named
 
 
 def check_declared(body: NewSession, info: SessionInfo) -> None:

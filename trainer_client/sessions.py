@@ -95,23 +95,24 @@ class SessionAccess:
         if self.status == "open":
             yield from self._close(*describe_end(error), self.reward)
 
-    def _close(self, status: str, error: str | None, reward: float | None) -> Steps[None]:
+    def _close(self, status: str, error: str | None, reward: float | None, **of: Any) -> Steps[None]:
+        """`of`: what else the close says: group_id, group_size, task_id."""
         if reward is not None and not math.isfinite(reward):
-            yield from self._fail(error or f"the reward is {reward}")
+            yield from self._fail(error or f"the reward is {reward}", of)
             return
         try:
-            yield from self._send_close(status, error, reward)
+            yield from self._send_close(status, error, reward, of)
         except ResourceConflict as refusal:
             if refusal.code != NO_CALLS:
                 raise
-            yield from self._fail(f"{NO_CALLS}: {refusal.reason}")
+            yield from self._fail(f"{NO_CALLS}: {refusal.reason}", of)
 
-    def _fail(self, error: str) -> Steps[None]:
-        yield from self._send_close("failed", error, None)
+    def _fail(self, error: str, of: Mapping[str, Any]) -> Steps[None]:
+        yield from self._send_close("failed", error, None, of)
         log.warning("session %s failed: %s", self.session_id, error)
 
-    def _send_close(self, status: str, error: str | None, reward: float | None) -> Steps[None]:
-        body = {"status": status, "error": error and error[:MOST_ERROR_CHARACTERS], "reward": reward}
+    def _send_close(self, status: str, error: str | None, reward: float | None, of: Mapping[str, Any]) -> Steps[None]:
+        body = {"status": status, "error": error and error[:MOST_ERROR_CHARACTERS], "reward": reward, **of}
         given = {name: value for name, value in body.items() if value is not None}
         answer = yield RequestStep("POST", f"{self._path}/close", given)
         self.status, self.error = answer["status"], answer["error"]
@@ -168,10 +169,10 @@ class Session(SessionAccess):
         super().__init__(opened)
         self._sessions = sessions
 
-    def close(self, status: str = "completed", *, reward: float | None = None, error: str | None = None) -> None:
+    def close(self, status: str = "completed", *, reward: float | None = None, error: str | None = None, **of: Any) -> None:
         """Close it now, as completed, failed, timeout or cancelled, with this reward or else `self.reward`. One without a call fails.
-        Raises ServiceError."""
-        self._sessions.carry_out(self._close(status, error, self.reward if reward is None else reward))
+        `of`: group_id, group_size and task_id, if it was opened without. Raises ServiceError."""
+        self._sessions.carry_out(self._close(status, error, self.reward if reward is None else reward, **of))
 
     def calls(self) -> list[dict[str, Any]]:
         """Its calls as `GET /sessions/{id}/calls` lists them. Raises ServiceError."""
@@ -239,8 +240,10 @@ class AsyncSession(SessionAccess):
         super().__init__(opened)
         self._sessions = sessions
 
-    async def close(self, status: str = "completed", *, reward: float | None = None, error: str | None = None) -> None:
-        await self._sessions.carry_out(self._close(status, error, self.reward if reward is None else reward))
+    async def close(
+        self, status: str = "completed", *, reward: float | None = None, error: str | None = None, **of: Any
+    ) -> None:
+        await self._sessions.carry_out(self._close(status, error, self.reward if reward is None else reward, **of))
 
     async def calls(self) -> list[dict[str, Any]]:
         return await self._sessions.carry_out(self._calls())

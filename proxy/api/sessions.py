@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import Field, FiniteFloat
 
 from contract.attempts import ENDED, Ended
-from contract.rules import Metadata
+from contract.rules import Metadata, Name
 from contract.sessions import (
     Lookahead,
     NewSession,
@@ -43,7 +43,7 @@ from proxy.api.requests import (
 from proxy.auth import mint_key
 from proxy.dialects.catalogue import base_urls
 from proxy.errors import Conflict, NoCalls, NotFound, RequestError
-from proxy.projects import claim
+from proxy.projects import claim, name_group
 from proxy.services import Services
 from proxy.settings import Settings
 from proxy.store.states import SessionInfo, SessionState
@@ -73,6 +73,12 @@ class Close(Body, json_schema_extra={"example": {"status": "completed", "reward"
     """Default: the reward it already has, if any."""
     error: str | None = Field(None, max_length=65536)
     """What went wrong, in words."""
+    group_id: Name | None = None
+    """Its group, if it was opened in none. In a session of a project the project's own of that name."""
+    group_size: Annotated[int, Field(ge=1, le=65536)] | None = None
+    """Sessions in the complete group. Default: 1."""
+    task_id: Name | None = None
+    """The task that it attempted, if it was opened for none."""
 
 
 LOG_CHARACTERS = 65_536
@@ -192,20 +198,50 @@ async def reward_session(
     responses={
         200: {"model": SessionView, "description": "the session"},
         409: {
-            "description": "it was closed with another status (`conflict`), or is to be completed and the model was never called in "
-            "it (`no_calls`): it stays open"
+            "description": "it was closed with another status, or opened or closed with another group or task (`conflict`), or is to be "
+            "completed and the model was never called in it (`no_calls`): it stays as it was"
         },
     },
 )
 async def close_session(
     services: Served, session_id: SessionId, body: Annotated[Close, Depends(JsonBody(Close).read)]
 ) -> Response:
-    """Freezes it: calls in flight end and are recorded, later ones get 409. With a reward it joins its group at once. Repeating the same
-    close is not an error."""
+    """Freezes it: calls in flight end and are recorded, later ones get 409. With a reward it joins its group at once. Group and task may be
+    said here, if they were not when it was opened. Repeating the same close is not an error."""
     if body.status == "completed":
         await _require_calls(services, session_id)
+    if (body.group_id, body.group_size, body.task_id) != (None, None, None):
+        await _assign(services, session_id, body)
     state = await closing.close_session(services, session_id, body.status, body.reward, body.error)
     return json_response(session_as_wire(state))
+
+
+async def _assign(services: Services, session_id: str, close: Close) -> None:
+    info = (await closing.load_session(services, session_id)).info
+    if assign(info, close).group_id != info.group_id:
+        # First: a place that stays noted for a group which never comes would hold others back for good.
+        await services.delivery.dismiss(session_id)
+    await services.sessions.amend(session_id, lambda info: assign(info, close))
+
+
+def assign(info: SessionInfo, close: Close) -> SessionInfo:
+    """The session with the group and the task that its close names. Raises Conflict where it has others, RequestError for a size without
+    a group."""
+    group_id = close.group_id
+    if group_id is not None and info.project is not None and group_id != info.group_id:
+        group_id = name_group(info.project, group_id)
+    named = {"group_id": group_id, "group_size": close.group_size, "task_id": close.task_id}
+    given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    fixed = {name for name in given if (info.task_id if name == "task_id" else info.group_id) is not None}
+    if other := [name for name in sorted(fixed) if getattr(info, name) != given[name]]:
+        had = ", ".join(f"{name} {getattr(info, name)!r}" for name in other)
+        raise Conflict(f"session {info.session_id} has {had} already: its close may repeat that, not change it", param=other[0])
+    assigned = replace(info, **given)
+    if assigned.group_size > 1 and assigned.group_id is None:
+        raise RequestError("group_size: more than 1 needs a group_id", param="group_size")
+    if not assigned.trained and assigned.group_id is not None:
+        raise Conflict(f"session {info.session_id} is not trained: it cannot be of a group", param="group_id")
+    return assigned
 
 
 async def _require_calls(services: Services, session_id: str) -> None:

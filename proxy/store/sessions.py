@@ -83,6 +83,26 @@ class SessionStore:
             await self._listing.remove(info)
         return False
 
+    async def amend(self, session_id: str, change: Callable[[SessionInfo], SessionInfo]) -> None:
+        """Stores what `change` makes of the session's fixed fields, before it is closed; nothing where that is the same. Raises `NotFound`,
+        `Conflict` for one that is closed, and what `change` raises."""
+        while True:
+            read = await self._redis.execute("HGET", keys.state(session_id), "info")
+            if read is None:
+                raise NotFound(f"there is no session {session_id}")
+            info = unpack_versioned(read, SessionInfo)
+            changed = change(info)
+            if changed == info:
+                return
+            await self._listing.add(changed)
+            args = (read, pack_info(changed), self._now())
+            outcome, *detail = await self._run("amend", _state_and_calls(session_id), args, durable=True)
+            if outcome == b"ok":
+                return
+            await self._listing.leave(changed, info)
+            if outcome == b"frozen":
+                raise Conflict(f"session {session_id} is {detail[0].decode()}: what it was opened with is fixed")
+
     async def load(self, session_id: str) -> SessionState | None:
         return parse_state(await self._run("snapshot", _state_and_calls(session_id)))
 

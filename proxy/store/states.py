@@ -132,8 +132,8 @@ class SessionListing:
     """All sessions by creation time, also those of each group and of each run.
 
     The lists are in other slots than the sessions, written before a session and cleaned after it: readers skip an entry whose session
-    is missing, or was created at another time. A page that has found something ends after `LOOKED_AT` entries: a short page may have a
-    cursor, an empty one is the last.
+    is missing, was created at another time or is of another group. A page that has found something ends after `LOOKED_AT` entries: a
+    short page may have a cursor, an empty one is the last.
     """
 
     def __init__(self, connection: StoreConnection, load: Callable[[str], Awaitable[SessionState | None]]) -> None:
@@ -148,6 +148,12 @@ class SessionListing:
         member = keys.listing_member(info.created_at, info.session_id)
         await asyncio.gather(*(self._redis.execute("ZREM", key, member) for key in _lists(info)))
 
+    async def leave(self, changed: SessionInfo, info: SessionInfo) -> None:
+        """The session did not become what `changed` says: it is in the lists of `info` alone."""
+        member = keys.listing_member(info.created_at, info.session_id)
+        left = set(_lists(changed)).difference(_lists(info))
+        await asyncio.gather(*(self._redis.execute("ZREM", key, member) for key in left))
+
     async def load_page(
         self, *, status: str | None, group_id: str | None, run: str | None = None, limit: int, cursor: str | None
     ) -> tuple[list[SessionState], str | None]:
@@ -161,7 +167,7 @@ class SessionListing:
             members = [member.decode() for member in raw]
             for member, state in zip(members, await self._load_members(members), strict=True):
                 cursor = member
-                if state is not None and status in (None, state.status) and run in (None, state.info.run):
+                if state is not None and status in (None, state.status) and _is_of(state.info, group_id, run):
                     found.append(state)
                     if len(found) == limit:
                         return found, cursor
@@ -176,6 +182,10 @@ class SessionListing:
             state if state and member == keys.listing_member(state.info.created_at, state.info.session_id) else None
             for member, state in zip(members, states, strict=True)
         ]
+
+
+def _is_of(info: SessionInfo, group_id: str | None, run: str | None) -> bool:
+    return group_id in (None, info.group_id) and run in (None, info.run)
 
 
 def _lists(info: SessionInfo) -> tuple[str, ...]:

@@ -153,6 +153,21 @@ def test_a_reward_that_is_no_number_fails_the_session(service: RunningService, r
     assert stored(service, session)["reward"] is None
 
 
+async def test_a_close_says_the_group_and_the_task_of_a_session_that_was_opened_without(service: RunningService) -> None:
+    said: dict[str, Any] = {"group_id": "late", "group_size": 2, "task_id": "t"}
+    with Sessions(service.url, ADMIN) as sessions, sessions.open() as session:
+        call_model(session)
+        await asyncio.to_thread(session.close, reward=1.0, **said)
+    async with AsyncSessions(service.url, ADMIN) as opened, await opened.open() as other:
+        await asyncio.to_thread(call_model, other)
+        await other.close(reward=0.0, **said)
+    for each, reward in ((session, 1.0), (other, 0.0)):
+        state = stored(service, each)
+        assert {name: state[name] for name in ("status", "reward", *said)} == {"status": "completed", "reward": reward, **said}
+    with TrainerClient(service.url, ADMIN) as trainer, trainer.lease(max_groups=9) or pytest.fail("nothing is leased") as batch:
+        assert [len(each.trajectories) for each in batch.groups if each.group_id == "late"] == [2]
+
+
 def test_calls_and_rows_are_those_of_the_session(service: RunningService) -> None:
     with Sessions(service.url, ADMIN) as sessions, sessions.open() as session:
         call_model(session)
