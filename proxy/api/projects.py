@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Path, Request, Response
 from pydantic import Field
@@ -54,6 +55,18 @@ class MadeProject(ProjectView, json_schema_extra={"example": {**_EXAMPLE, **_SEC
     base_urls: dict[str, str]
 
 
+class Renewal(Body, json_schema_extra={"example": {"renew": ["key"]}}):
+    renew: list[Literal["key", "token"]] = Field(["key", "token"], min_length=1)
+    """Default: both."""
+
+
+class RenewedSecrets(Body, json_schema_extra={"example": {"key": _SECRETS["key"], "token": None}}):
+    key: str | None
+    """Shown only here; null: it is as it was."""
+    token: str | None
+    """Shown only here; null: it is as it was."""
+
+
 class ProjectList(Body, json_schema_extra={"example": {"projects": [_EXAMPLE]}}):
     projects: list[ProjectView]
 
@@ -93,6 +106,31 @@ async def remove_project(services: Served, project: Name) -> Response:
     if not await services.projects.store.remove(project):
         raise NotFound(f"there is no project {project}")
     return Response(status_code=204)
+
+
+@router.post(
+    "/{project}/secrets",
+    dependencies=ADMIN,
+    responses={
+        200: {"model": RenewedSecrets, "description": "the new secrets"},
+        409: {"description": "the project was changed meanwhile: ask again (`conflict`)"},
+    },
+)
+async def renew_secrets(services: Served, project: Name, body: Annotated[Renewal, Depends(JsonBody(Renewal).read)]) -> Response:
+    """The old ones open nothing any more, within a second. Sessions, their own keys and the project's rollouts stay as they are."""
+    found = await services.projects.store.load(project)
+    if found is None:
+        raise NotFound(f"there is no project {project}")
+    key = mint_secret(KEY, project) if "key" in body.renew else None
+    token = mint_secret(TOKEN, project) if "token" in body.renew else None
+    renewed = replace(
+        found,
+        key_hash=found.key_hash if key is None else hash_key(key),
+        token_hash=found.token_hash if token is None else hash_key(token),
+    )
+    if not await services.projects.store.replace(found, renewed):
+        raise Conflict(f"project {project} was changed or removed meanwhile")
+    return json_response({"key": key, "token": token})
 
 
 @router.put(

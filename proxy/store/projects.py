@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from proxy.store.connection import StoreConnection
+from proxy.store.connection import Script, StoreConnection
 from proxy.store.keys import PROJECTS, pack_versioned, unpack_versioned
 
 
@@ -35,6 +35,11 @@ class ProjectStore:
     async def load(self, name: str) -> Project | None:
         blob = await self._redis.execute("HGET", PROJECTS, name)
         return None if blob is None else unpack_versioned(blob, Project)
+
+    async def replace(self, old: Project, new: Project) -> bool:
+        """False when it was changed or removed since it was loaded."""
+        args = (old.name, pack_versioned(old), pack_versioned(new))
+        return bool(await self._redis.run(Script.read("swap_project"), (PROJECTS,), args))
 
     async def list(self) -> list[Project]:
         """By name."""

@@ -182,6 +182,7 @@ def test_each_documented_answer_is_given_and_is_as_documented(running: RunningSe
     walk("post", "/projects", 201, {"name": "swe", "defaults": {"trained": True}})
     walk("get", "/projects", 200)
     walk("put", "/projects/{project}/rollouts/{name}", 200, {"group_id": "g", "group_size": 2}, project="swe", name="a")
+    walk("post", "/projects/{project}/secrets", 200, {"renew": ["key"]}, project="swe")
     walk("delete", "/projects/{project}", 204, project="swe")
 
     (tmp_path / "version-1").mkdir()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -230,6 +230,55 @@ def test_a_project_that_is_removed_lets_nobody_in_in_any_process(services: list[
         wait_until(lambda at=at: gone.call("x", at=at).status_code == 401, 60, "the key is not known any more")  # type: ignore[misc]
     again = make(services[0], "gone")
     assert gone.call("y").status_code == 401 and again.call("y").status_code == 200
+
+
+def test_a_secret_that_is_renewed_replaces_the_old_one_in_every_process(services: list[RunningService]) -> None:
+    old = make(services[0], "renewed")
+    assert [old.call("x", at=at).status_code for at in services] == [200, 200]
+    answer = services[1].request("POST", "/projects/renewed/secrets", json={"renew": ["key"]}).json()
+    assert answer["token"] is None
+    new = replace(old, key=answer["key"])
+    before = new.state("x")["created_at"]
+    for at in services:
+        wait_until(lambda at=at: old.call("x", at=at).status_code == 401, 60, "the old key is not known any more")  # type: ignore[misc]
+        assert new.call("x", at=at).status_code == 200
+    assert new.state("x")["created_at"] == before, "the token is the old one, and the session too"
+    both = services[0].request("POST", "/projects/renewed/secrets", json={}).json()
+    wait_until(lambda: new.ask("GET", "/sessions/renewed.x").status_code == 401, 60, "the old token is not known any more")
+    last = replace(old, key=both["key"], token=both["token"])
+    assert last.state("x")["created_at"] == before and last.call("x").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "secret", "body", "status"),
+    [
+        ("none", ADMIN, {}, 404),
+        ("swe", ADMIN, {"renew": []}, 400),
+        ("swe", ADMIN, {"renew": ["name"]}, 400),
+        ("swe", TRAINER, {}, 403),
+    ],
+)
+def test_secrets_are_renewed_for_the_admin_alone(
+    project: Project, name: str, secret: str, body: dict[str, Any], status: int
+) -> None:
+    assert project.service.request("POST", f"/projects/{name}/secrets", secret, json=body).status_code == status
+    assert project.ask("POST", f"/projects/{name}/secrets", json=body).status_code in (401, 403)
+    assert project.call("still").status_code == 200
+
+
+def test_rollouts_that_only_their_close_puts_into_a_group_are_leased_as_the_projects_group(project: Project) -> None:
+    """What belongs together may be known only from the files that a framework leaves."""
+    said = {"status": "completed", "reward": 1.0, "group_id": "late", "group_size": 2, "task_id": "bug-8"}
+    for name in ("late-a", "late-b"):
+        assert project.call(name).status_code == 200
+        for _ in range(2):
+            closed = project.ask("POST", f"/sessions/swe.{name}/close", json=said)
+            assert (closed.status_code, closed.json()["group_id"]) == (200, "swe/late"), closed.text
+    leased = project.service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 9}).json()["groups"]
+    assert ("swe/late", 2) in [(group["group_id"], len(group["trajectories"])) for group in leased]
+    assert project.call("late-c").status_code == 200
+    refused = project.ask("POST", "/sessions/swe.late-c/close", json={**said, "group_id": "g" * 256})
+    assert (refused.status_code, project.state("late-c")["status"]) == (400, "open")
 
 
 def test_a_project_is_made_once_listed_without_secrets_and_checked(services: list[RunningService], project: Project) -> None:
