@@ -1,10 +1,11 @@
 """All of it that is public: leases, batches as arrays, weight publishing, corrections, and sessions of an agent of yours.
 
-Beside these names, `trainer_client.advantages` and the adapters of docs/trainers.md are public. Any other module may move.
+Beside these names, `trainer_client.advantages`, `trainer_client.distillation` and the adapters of docs/trainers.md are public. Any other
+module may move.
 """
 
 from contract.errors import AuthenticationFailed, ClientError, NoAnswer, ServiceError, ServiceUnavailable
-from trainer_client.arrays import PackedBatch, PaddedBatch
+from trainer_client.arrays import PackedBatch, PaddedBatch, ScoreArrays
 from trainer_client.batch import Batch
 from trainer_client.client import TrainerClient
 from trainer_client.errors import (
@@ -36,6 +37,7 @@ __all__ = [
     "PaddedBatch",
     "PackedBatch",
     "TreeBatch",
+    "ScoreArrays",
     "decode_trajectory",
     "Vision",
     "MediaFiles",

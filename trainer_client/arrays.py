@@ -60,15 +60,27 @@ class RowColumns:
         return self._convert(lambda array: torch.from_numpy(array) if isinstance(array, np.ndarray) else array)
 
     def _convert(self, change: Callable[[Any], Any]) -> Self:
-        """With `change` applied to every field, and to each array of a field that is a mapping."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(
-            self,
-            **{
-                name: {key: change(array) for key, array in value.items()} if isinstance(value, Mapping) else change(value)
-                for name, value in values.items()
-            },
-        )
+        """With `change` applied to every array."""
+        return replace(self, **{f.name: _change(getattr(self, f.name), change) for f in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreArrays:
+    """What one scorer says of tokens, at the tokens themselves: `logprobs` float32, `top_ids` int32 and `top_logprobs` float32 with one
+    more dimension, k, the most probable first. NaN and -1 where nothing is known."""
+
+    logprobs: Array
+    top_ids: Array
+    top_logprobs: Array
+
+
+def _change(value: Any, change: Callable[[Any], Any]) -> Any:
+    """With `change` applied to every array in it."""
+    if isinstance(value, Mapping):
+        return {name: _change(each, change) for name, each in value.items()}
+    if isinstance(value, ScoreArrays):
+        return ScoreArrays(*(change(getattr(value, f.name)) for f in fields(value)))
+    return change(value)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -84,12 +96,14 @@ class ImageArrays(RowColumns):
 class TokenArrays(ImageArrays):
     """The fields are None unless a row has them; they have the shape of the token fields with these dimensions appended: `top_token_ids`
     int32 and `top_logprobs` float32 (…, k), -1 and NaN if unknown; `prompt_logprobs` float32 (…), NaN if unknown; `routed_experts` int16
-    (…, layers, experts per token), -1 if unknown. See `reconstruct.trajectory.RowDetails`."""
+    (…, layers, experts per token), -1 if unknown. See `reconstruct.trajectory.RowDetails`. `scores`: by the scorer's name, in the shape
+    of the token fields; empty if no row has any."""
 
     top_token_ids: Array | None
     top_logprobs: Array | None
     prompt_logprobs: Array | None
     routed_experts: Array | None
+    scores: Mapping[str, ScoreArrays]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -380,13 +394,38 @@ def require_one_mode(rows: Sequence[Trajectory]) -> None:
 def lay_out_details(
     rows: Sequence[Trajectory], lengths: Sequence[int], places: Sequence[tuple[Any, ...]], shape: tuple[int, ...]
 ) -> dict[str, Any]:
-    """The details of the first `lengths` tokens of each row at its place in arrays of `shape` and the detail's own dimensions."""
-    arrays: dict[str, Any] = dict.fromkeys(NAMES)
+    """The details and scores of the first `lengths` tokens of each row at its place in arrays of `shape` and their own dimensions."""
+    arrays: dict[str, Any] = dict.fromkeys(NAMES) | {"scores": lay_out_scores(rows, list(map(slice, lengths)), places, shape)}
     for name, own_shape in _shapes(rows).items():
         dtype, missing = _MISSING[name]
         arrays[name] = np.full((*shape, *own_shape), missing, dtype=dtype)
         for row, length, place in zip(rows, lengths, places, strict=True):
             _lay(arrays[name][place], row.details, name, length)
+    return arrays
+
+
+def lay_out_scores(
+    rows: Sequence[Trajectory], chosen: Sequence[Any], places: Sequence[Any], shape: tuple[int, ...]
+) -> dict[str, ScoreArrays]:
+    """The scores of the `chosen` tokens of each row at its place in arrays of `shape`, by the scorer's name."""
+    widest: dict[str, int] = {}
+    for row in rows:
+        for name, score in row.scores.items():
+            widest[name] = max(score.top_k, widest.get(name, 0))
+    arrays = {
+        name: ScoreArrays(
+            np.full(shape, np.nan, np.float32),
+            np.full((*shape, top_k), NO_TOKEN, np.int32),
+            np.full((*shape, top_k), np.nan, np.float32),
+        )
+        for name, top_k in sorted(widest.items())
+    }
+    for row, tokens, place in zip(rows, chosen, places, strict=True):
+        for name, score in row.scores.items():
+            laid = arrays[name]
+            laid.logprobs[place] = score.logprobs[tokens]
+            laid.top_ids[place][..., : score.top_k] = score.top_ids[tokens]
+            laid.top_logprobs[place][..., : score.top_k] = score.top_logprobs[tokens]
     return arrays
 
 

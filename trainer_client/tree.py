@@ -20,7 +20,7 @@ for all rows that share it, and placeholders of different images have the same i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,9 @@ from reconstruct.trajectory import Trajectory
 from trainer_client.arrays import (
     Array,
     ImageArrays,
+    ScoreArrays,
     Selection,
+    lay_out_scores,
     lay_out_sequence_of_images,
     limit_lengths,
 )
@@ -55,7 +57,8 @@ class TreeBatch(ImageArrays):
     Fields of shape (trained,), one value per trained token of every row, in the order of the rows: `trained_index` int64, where the
     token is in `token_ids`; `logit_index` int64, where the token before it is, whose logits predict it; `segment_index` int64, its row,
     so that `advantages[segment_index]` is per trained token; `loss_mask` bool, all true; `inference_logprobs` float32, `logprob_modes` int8
-    and `weight_versions` int64 as in PaddedBatch. A trained token that rows share has one entry per row.
+    and `weight_versions` int64 as in PaddedBatch; `scores`, by the scorer's name, as in TokenArrays. A trained token that rows share has
+    one entry per row.
 
     The fields of RowColumns have shape (rows,). `flat_tokens`: the tokens of the rows laid flat. `routed_experts` int16 of shape
     (tokens, layers, experts per token), -1 if unknown; None if no row has any.
@@ -72,6 +75,7 @@ class TreeBatch(ImageArrays):
     logprob_modes: Array
     weight_versions: Array
     routed_experts: Array | None
+    scores: Mapping[str, ScoreArrays]
     flat_tokens: int
 
     def dense_mask(self, window: int | None = None) -> Array:
@@ -208,6 +212,7 @@ def _lay_out_sequence(selection: Selection, places: Sequence[tuple[int, int]]) -
         return np.concatenate([np.zeros(0, dtype), *values], dtype=dtype, casting="unsafe")
 
     lengths = [length for length, _ in places]
+    ends = np.cumsum([0, *map(len, trained)]).tolist()
     return TreeBatch(
         token_ids=concatenate(np.int64, ids),
         position_ids=concatenate(np.int64, depths),
@@ -215,11 +220,12 @@ def _lay_out_sequence(selection: Selection, places: Sequence[tuple[int, int]]) -
         trained_index=concatenate(np.int64, [path[at] for path, at in zip(paths, trained, strict=True)]),
         logit_index=concatenate(np.int64, [path[at - 1] for path, at in zip(paths, trained, strict=True)]),
         segment_index=np.repeat(np.arange(len(chosen), dtype=np.int64), [len(at) for at in trained]),
-        loss_mask=np.ones(sum(len(at) for at in trained), dtype=np.bool_),
+        loss_mask=np.ones(ends[-1], dtype=np.bool_),
         inference_logprobs=concatenate(np.float32, [row.logprobs[at] for row, at in zip(chosen, trained, strict=True)]),
         logprob_modes=concatenate(np.int8, [modes_by_token(row)[at] for row, at in zip(chosen, trained, strict=True)]),
         weight_versions=concatenate(np.int64, [versions_by_token(row)[at] for row, at in zip(chosen, trained, strict=True)]),
         routed_experts=_lay_out_experts(chosen, places),
+        scores=lay_out_scores(chosen, trained, list(map(slice, ends[:-1], ends[1:])), (ends[-1],)),
         flat_tokens=sum(lengths),
         **lay_out_sequence_of_images(new_images),
         **selection.select_columns(lengths),

@@ -1,8 +1,8 @@
 """Decodes the answer to a lease into checked rows.
 
 The client accepts msgpack with packed arrays (`token_ids` little-endian int32, `loss_mask` int8, `logprobs` little-endian float32;
-details as `{"shape", "data"}`), plain msgpack, and JSON; the latter two have lists of numbers, with null for NaN. All three give equal
-rows. A row that breaks the contract raises InvalidAnswer with the row, the token and the rule; nothing is repaired.
+details and scores as `{"shape", "data"}`), plain msgpack, and JSON; the latter two have lists of numbers, with null for NaN. All three
+give equal rows. A row that breaks the contract raises InvalidAnswer with the row, the token and the rule; nothing is repaired.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from contract.batches import LeasedSession
 from reconstruct.details import of_one_shape
 from reconstruct.media import Media
 from reconstruct.records import INFERRED, LOGPROB_MODES, ModeSpan, Span, pack_ids, pack_logprobs
+from reconstruct.scores import Score
 from reconstruct.trajectory import NAMES, Quarantined, RowDetails, Trajectory
 from trainer_client.errors import InvalidAnswer
 
@@ -34,8 +35,10 @@ _DETAILS = {
     "top_logprobs": ("<f4", 2),
     "prompt_logprobs": ("<f4", 1),
     "routed_experts": ("<i2", 3),
+    "logprobs": ("<f4", 1),
+    "top_ids": ("<i4", 2),
 }
-"""The dtype and the number of dimensions."""
+"""The dtype and the number of dimensions of details and of what scores consist of."""
 _INT32_MAX = 2**31 - 1
 
 
@@ -207,6 +210,7 @@ def decode_trajectory(row: Mapping[str, Any], row_weight: float = 1.0) -> Trajec
             policy=str(row.get("policy", "")),
             role_source=str(row.get("role_source", INFERRED)),
             media=tuple(_media(**each) for each in row.get("media", ())),
+            scores={str(name): _score(sent) for name, sent in row.get("scores", {}).items()},
         )
         _check(trajectory)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -216,6 +220,18 @@ def decode_trajectory(row: Mapping[str, Any], row_weight: float = 1.0) -> Trajec
 
 def _media(digest: str, kind: str, start: int, length: int, **_: Any) -> Media:
     return Media(str(digest), str(kind), int(start), int(length))
+
+
+def _score(sent: Mapping[str, Any]) -> Score:
+    return Score(
+        policy=str(sent["policy"]),
+        mode=str(sent["mode"]),
+        logprobs=_detail("logprobs", sent["logprobs"]),
+        top_ids=_detail("top_ids", sent["top_ids"]),
+        top_logprobs=_detail("top_logprobs", sent["top_logprobs"]),
+        weight_versions=tuple(Span(*map(int, span)) for span in sent["weight_versions"]),
+        error=str(sent.get("error", "")),
+    )
 
 
 def _details(row: Mapping[str, Any]) -> RowDetails | None:
@@ -301,6 +317,10 @@ def _check(row: Trajectory) -> None:
     _check_spans(row, sampled)
     if row.details is not None:
         _check_details(row.details, len(sampled))
+    for name, score in row.scores.items():
+        if len(score.logprobs) != len(sampled):
+            raise ValueError(f"the score {name!r} has {len(score.logprobs)} tokens, the row {len(sampled)}")
+        _refuse(~sampled & score.known, f"a token that was not sampled has a score {name!r}")
     _check_media(row.media, sampled)
     if row.reward is not None and not np.isfinite(row.reward):
         raise ValueError(f"the reward is {row.reward}")

@@ -118,6 +118,20 @@ class CallPage(Body, json_schema_extra={"example": {"calls": [CALL], "cursor": N
     cursor: str | None
 
 
+class ScoreView(Body):
+    logprobs: list[float | None]
+    """As long as token_ids, of the token itself; null where nothing is known."""
+    top_ids: list[list[int]]
+    """The k most probable ids there, the most probable first; -1 where nothing is known."""
+    top_logprobs: list[list[float | None]]
+    policy: str
+    """That scored, whose versions `weight_versions` counts."""
+    weight_versions: list[Span]
+    mode: str
+    error: str = ""
+    """Why trained tokens have no score."""
+
+
 class TrajectoryView(Body):
     trajectory_id: str
     """The same calls always give the same id."""
@@ -154,6 +168,8 @@ class TrajectoryView(Body):
     top_logprobs: list[Any] | None = None
     prompt_logprobs: list[float | None] | None = None
     routed_experts: list[Any] | None = None
+    scores: dict[str, ScoreView] | None = None
+    """What scorers say of the trained tokens, by the scorer's name."""
 
 
 ROW: dict[str, Any] = json.loads("""

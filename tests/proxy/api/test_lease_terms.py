@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgpack
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from proxy.errors import Conflict
 from proxy.settings import Settings
+from proxy.store.scores import ScoreStore
 from proxy.store.states import Intent
 from reconstruct.codec import encode
-from reconstruct.records import Call
+from reconstruct.records import Call, Span
+from reconstruct.scores import Score
 from tests.support.distributions import Distributions
 from tests.support.service.redis_server import Store
 from tests.support.service.running_service import TRAINER, RunningService
 from tests.support.sessions.calls import Talk
 from trainer_client import TrainerClient
-from trainer_client.wire import Group
+from trainer_client.wire import Group, decode_trajectory
 
 NO_ENGINE = "http://127.0.0.1:9"
 OTHER_AGENT: dict[str, Any] = {"role": "subagent", "role_source": "declared"}
@@ -246,3 +252,48 @@ def test_what_is_left_out_by_choice_is_not_lost(redis_url: str) -> None:
 
 def test_a_group_of_an_earlier_service_tells_no_sessions() -> None:
     assert Group("g", ()).sessions == ()
+
+
+async def keep(url: str, session_id: str, scorer: str, by_call: dict[str, Score], **how: bool) -> None:
+    store = Store.at(url)
+    try:
+        await ScoreStore(store.connection).keep(session_id, scorer, by_call, **how)
+    finally:
+        await store.connection.close()
+
+
+def say(*logprobs: float) -> Score:
+    count = len(logprobs)
+    best = np.arange(2 * count, dtype=np.int32).reshape(count, 2)
+    values = np.full((count, 2), -0.5, np.float32)
+    return Score("teacher", "raw", np.array(logprobs, np.float32), best, values, (Span(3, 0, count),))
+
+
+@pytest.mark.parametrize("accept", ["application/json", "application/msgpack", "application/msgpack;arrays=packed"])
+def test_a_lease_has_the_scores_of_its_rows_and_has_them_again_when_it_is_delivered_again(redis_url: str, accept: str) -> None:
+    """A score that comes after the first delivery would make other rows of it."""
+    with serving(redis_url) as service:
+        closed(service, redis_url, working("s"))
+        asyncio.run(keep(redis_url, "s", "teacher", {"c1": say(-1.0), "c3": say(-3.0), "c4": say(-4.0, -5.0)}))
+        delivered = []
+        for _ in range(2):
+            answer = service.request("POST", "/batches/lease", TRAINER, json={}, headers={"accept": accept})
+            lease = json.loads(answer.content) if accept.endswith("json") else msgpack.unpackb(answer.content)
+            delivered.append([decode_trajectory(row) for row in lease["groups"][0]["trajectories"]])
+            service.request("POST", f"/batches/{lease['lease_id']}/nack", TRAINER)
+            with pytest.raises(Conflict, match="its scores are fixed"):
+                asyncio.run(keep(redis_url, "s", "teacher", {"c1": say(-9.0)}, replace=True))
+        for main, other in delivered:
+            assert main.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
+            score = main.scores["teacher"]
+            np.testing.assert_array_equal(score.logprobs, np.array([np.nan, -1.0, np.nan, np.nan, np.nan, -3.0], np.float32))
+            assert score.top_ids.tolist() == [[-1, -1], [0, 1], [-1, -1], [-1, -1], [-1, -1], [0, 1]]
+            assert (score.policy, score.mode, score.error) == ("teacher", "raw", "c2 is not scored")
+            assert score.weight_versions == (Span(3, 1, 2), Span(3, 5, 6))
+            np.testing.assert_array_equal(other.scores["teacher"].logprobs, np.array([np.nan, -4.0, -5.0], np.float32))
+
+
+def test_a_session_without_scores_is_leased_as_ever(redis_url: str) -> None:
+    with serving(redis_url) as service:
+        closed(service, redis_url, working("s"))
+        assert all("scores" not in row for row in leased(service)["s"])
