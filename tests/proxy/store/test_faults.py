@@ -24,6 +24,7 @@ from tests.support.engine.scripted_engine import Say, ScriptedEngine
 from tests.support.service.faulty_wire import FaultyWire
 from tests.support.service.redis_server import RedisServer, Store, ask, free_port, info, running_redis
 from tests.support.service.running_service import RunningService, Session, streamed_text, wait_until
+from tests.support.sessions.questions import QUESTIONS
 
 Fault = Callable[[FaultyWire], None]
 FAULTS: dict[str, Fault] = {
@@ -36,6 +37,15 @@ FAULTS: dict[str, Fault] = {
 each_fault = pytest.mark.parametrize("fault", FAULTS)
 BREAKING = ("reset", "reset in an answer")
 """Those that are noticed at once, also by whoever asks whether the service is ready."""
+
+TOLD = {
+    "chat": (503, "store_unavailable"),
+    "completions": (503, "store_unavailable"),
+    "responses": (503, "store_unavailable"),
+    "messages": (529, "overloaded_error"),
+    "gemini": (503, "UNAVAILABLE"),
+}
+"""How each dialect says that the store is full: the status, and the code in the body. In a stream Responses has few codes."""
 
 PATIENT = 60.0
 """More than any call may take here, also on a slow machine: a call that takes this long hangs. It gives up its store after a second and
@@ -179,6 +189,51 @@ def test_a_record_is_offered_until_the_store_takes_it() -> None:
         for session in (whole, streamed):
             assert [call["status"] for call in session.calls] == ["finished"]
             assert session.trajectories()[1]["quarantined"] == []
+
+
+@pytest.fixture(scope="module")
+def filling() -> Iterator[tuple[ScriptedEngine, RedisServer, RunningService]]:
+    """A Redis of 32 MiB that evicts nothing, and what uses it."""
+    room = ("--maxmemory", "32mb", "--maxmemory-policy", "noeviction")
+    with ScriptedEngine("qwen3") as engine, running_redis(*room) as redis, RunningService(engine.url, redis.url) as service:
+        yield engine, redis, service
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("dialect", sorted(QUESTIONS))
+def test_a_store_that_fills_while_a_reply_is_recorded_fails_the_call_and_records_none_of_it(
+    filling: tuple[ScriptedEngine, RedisServer, RunningService], dialect: str, stream: bool
+) -> None:
+    """The intent is stored when the engine samples; the record finds no room, in whichever shape the caller is told. The session goes on
+    once there is room, and its rows hold only what was answered."""
+    (engine, redis, service), gate = filling, threading.Event()
+    path, body = QUESTIONS[dialect]
+    if stream and dialect == "gemini":
+        path = path.replace(":generateContent", ":streamGenerateContent?alt=sse")
+    elif stream:
+        body = {**body, "stream": True}
+    engine.reset().say("hello", Say("hello world", gate=gate, gate_after=1), "hello")
+    session = service.session()
+    assert session.post(path, body).status_code == 200
+    with redis.client() as client, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(session.post, path, body)
+        engine.wait_for(lambda: len(engine.generations) == 2 and len(engine.last.sampled.get(0, ())) == 1)
+        client.setrange("filler", 64 * 2**20, b"x")
+        gate.set()
+        refused = answer.result(timeout=120)
+        client.delete("filler")
+    status, code = TOLD[dialect] if (dialect, stream) != ("responses", True) else (200, "server_error")
+    assert refused.status_code == (200 if stream else status), refused.text
+    assert code in refused.text and "raise maxmemory or shorten retention" in refused.text
+    assert session.post(path, body).status_code == 200
+    assert [(call["status"], len(call["completion_ids"])) for call in session.calls] == [
+        ("finished", 2),
+        ("finished", 2),
+        ("dangling", 0),
+    ]
+    rows, accounting = session.trajectories()
+    assert [(item["reason"], item["tokens"]) for item in accounting["quarantined"]] == [("dangling", 0)]
+    assert sum(map(sum, (row["loss_mask"] for row in rows))) == 4
 
 
 @pytest.fixture
