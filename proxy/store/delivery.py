@@ -14,7 +14,17 @@ from typing import Any
 from contract.sessions import GroupRule
 from proxy.errors import Conflict, NotFound, StoreUnavailable
 from proxy.store.connection import Argument, Script, StoreConnection
-from proxy.store.groups import DeadLetter, GroupDefaults, GroupMember, LeasedGroup, LeaseRecord, Nothing, PolicyLine
+from proxy.store.groups import (
+    DeadLetter,
+    GroupDefaults,
+    GroupMember,
+    GroupRound,
+    LeasedGroup,
+    LeaseRecord,
+    Nothing,
+    PolicyLine,
+    parse_round,
+)
 from proxy.store.keys import (
     ARRIVALS,
     DELIVERY,
@@ -313,6 +323,10 @@ class DeliveryStore:
     async def load_standings(self, session_ids: Sequence[str]) -> list[str]:
         """Per session: announced (about to enter its group), its group's status, or none."""
         return [standing.decode() for standing in await self._run("standings", *session_ids)]
+
+    async def load_rounds(self, group_id: str, newest: int = 20) -> list[GroupRound]:
+        """The rounds of a group id, newest first, each with the parts that were split off it."""
+        return [parse_round(answer) for answer in await self._run("group_rounds", group_id, newest)]
 
     async def load_totals(self) -> Mapping[str, int]:
         """How often groups entered each state and met other events, since the store began."""

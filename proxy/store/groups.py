@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from contract.sessions import DEFAULT_RUN
 
@@ -88,3 +89,39 @@ class DeadLetter:
     deliveries: int
     reason: str
     died_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRound:
+    """One use of a group id, or the rows of one `policy` that were leased on their own. `story`: the reason why it died, or how its last
+    lease ended. `sessions` and `usable`: its members; an acknowledged or dropped round knows no usable ones. `before`: ready groups that
+    are leased before it, None unless it is ready. `passed`: the last lease wanted newer tokens. `expires_at`: of its lease."""
+
+    reference: str
+    policy: str | None
+    status: str
+    cause: str
+    story: str
+    sessions: int
+    usable: int
+    size: int
+    deliveries: int
+    oldest_version: int | None
+    since: float | None
+    before: int | None
+    passed: bool
+    consumer: str
+    expires_at: float | None
+
+
+def parse_round(answer: Sequence[Any]) -> GroupRound:
+    """As `scripts/group_rounds.lua` answers it."""
+    texts = [each.decode() if isinstance(each, bytes) else str(each) for each in answer]
+    reference, status, cause, story, sessions, usable, size, deliveries, oldest, since, before, passed, consumer, expires = (
+        texts
+    )
+    number, _, _ = reference.partition(":")
+    policy = number.partition("/")[2].partition("=")[0] if "/" in number else None
+    counts = (int(sessions), int(usable), int(size), int(deliveries), int(float(oldest)) if oldest else None)
+    times = (float(since) if since else None, int(before) if before else None, passed == "1")
+    return GroupRound(reference, policy, status, cause, story, *counts, *times, consumer, float(expires) if expires else None)

@@ -11,11 +11,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.routing import APIRoute
 
-from proxy.api.groups import GroupView, describe_groups, load_group, newest_groups
-from proxy.errors import NotFound
 from proxy.ui.conversation import ShownCall, Thread
 from proxy.ui.listing import LOSSES, STATUSES, SessionFilter, measure_lost, session_page
-from proxy.ui.pictures import Rewards, draw_tree
+from proxy.ui.pictures import draw_tree
 from proxy.ui.rendering import page
 from proxy.ui.session_view import ONLY, CallFilter, ShownSession, describe_call, show_turn, summarize
 from proxy.ui.shown import Shown, Ui
@@ -32,8 +30,6 @@ def routes(kind: type[APIRoute]) -> APIRouter:
     for path, handler in (
         ("", sessions),
         ("/", sessions),
-        ("/groups", groups),
-        ("/group", group),
         ("/sessions/{session_id}", session),
         ("/sessions/{session_id}/turns", turns),
         ("/sessions/{session_id}/calls/{call_id}/details", call_details),
@@ -59,24 +55,6 @@ async def sessions(
     query = {"q": q, "status": wanted.status, "at_least": at_least, "at_most": at_most, "run": wanted.run, "loss": wanted.loss}
     shown: dict[str, Any] = {"statuses": STATUSES, "losses": LOSSES, "lost": measure_lost}
     return await page(request, "sessions.html", found=found, query=query, now=now, live=not cursor, **shown)
-
-
-async def groups(request: Request, ui: Shown, q: Text = "") -> Response:
-    found = [(group, rewards_of(group)) for group in await newest_groups(ui.services, q.strip())]
-    return await page(request, "groups.html", groups=found, query={"q": q}, live=True)
-
-
-def rewards_of(group: GroupView) -> Rewards | None:
-    return Rewards.of((state.info.session_id, state.reward) for state in group.sessions)
-
-
-async def group(request: Request, ui: Shown, id: Text) -> Response:
-    found = await load_group(ui.services, id)
-    if found is None:
-        raise NotFound(f"there is no group {id}")
-    live = found.closed < max(found.size, len(found.sessions))
-    ((described, _),) = await describe_groups(ui.services, [found])
-    return await page(request, "group.html", group=found, reason=described["reason"], rewards=rewards_of(found), live=live)
 
 
 async def _now(ui: Ui) -> dict[str, Any]:

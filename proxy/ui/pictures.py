@@ -189,28 +189,39 @@ class Rewards:
         ordered = sorted(self.values, key=lambda each: each[1])
         return ordered[0][0], ordered[-1][0]
 
+    def advantages(self) -> dict[str, tuple[float, float]]:
+        """By session: its reward minus the mean, and that over the sample's deviation, as GRPO has it. 0 for all that are equal."""
+        deviation = self.spread * math.sqrt(len(self.values) / max(1, len(self.values) - 1))
+        centred = ((name, reward - self.mean) for name, reward in self.values)
+        return {name: (0.0, 0.0) if self.flat else (each, each / (deviation + 1e-6)) for name, each in centred}
+
     def dots(self) -> list[Dot]:
-        """One per session, lowest first; equal ones are stacked as far as there is room."""
-        stacked: dict[int, int] = {}
-        dots = []
+        """One per session, lowest first. Equal ones are stacked, the closer together the more there are, so that each is whole."""
+        columns: dict[int, list[tuple[str, float]]] = {}
         for name, reward in sorted(self.values, key=lambda each: each[1]):
-            x = DOT_RADIUS + self._place(reward) * (WIDTH - 2 * DOT_RADIUS)
-            column = round(x / (2 * DOT_RADIUS))
-            height = stacked[column] = stacked.get(column, 0) + 1
-            dots.append(Dot(round(x, 1), round(HEIGHT - DOT_RADIUS - min(height - 1, 4) * DOT_RADIUS, 1), name, reward))
+            columns.setdefault(round(self._place_dot(reward) / (2 * DOT_RADIUS)), []).append((name, reward))
+        dots = []
+        for stacked in columns.values():
+            step = min(DOT_RADIUS, (HEIGHT - 2 * DOT_RADIUS - 2) / max(1, len(stacked) - 1))
+            for at, (name, reward) in enumerate(stacked):
+                dots.append(Dot(round(self._place_dot(reward), 1), round(HEIGHT - DOT_RADIUS - 1 - at * step, 1), name, reward))
         return dots
 
+    def _place_dot(self, reward: float) -> float:
+        return DOT_RADIUS + self._place(reward) * (WIDTH - 2 * DOT_RADIUS)
+
     def bars(self) -> list[Bar]:
-        """The histogram, left to right."""
+        """The histogram, left to right; rewards that are all equal are one bar in the middle of as many places."""
         count = 1 if self.flat else BARS
         heights = [0] * count
         for _, reward in self.values:
             heights[min(count - 1, int(self._place(reward) * count))] += 1
         step, tallest = (self.high - self.low) / count, max(heights)
-        width = WIDTH / count
+        width = WIDTH / BARS
+        first = (WIDTH - width * count) / 2
         return [
             Bar(
-                round(at * width, 1),
+                round(first + at * width, 1),
                 round(width - 2, 1),
                 round(height / tallest * TALL, 1),
                 height,

@@ -79,8 +79,9 @@ def templates() -> jinja2.Environment:
         "feedback": read_feedback,
         "begin": cut_feedback,
         "why": explain_reason,
+        "reason": name_reason,
     }
-    made.globals["address"] = address
+    made.globals |= {"address": address, "group_address": group_address}
     return made
 
 
@@ -113,6 +114,11 @@ def address(path: str, query: Mapping[str, Any] | None = None, **more: Any) -> s
     """The quoted path, with a query of the values that are neither None nor ""."""
     given = {name: value for name, value in {**(query or {}), **more}.items() if value not in (None, "")}
     return quote(path, safe="/") + (f"?{urlencode(given)}" if given else "")
+
+
+def group_address(home: str, group_id: str) -> str:
+    """The path of a group's page. A slash in its id is quoted: browsers fold `a/../b` away."""
+    return f"{quote(home)}/groups/{quote(group_id, safe='')}"
 
 
 def format_count(value: int) -> str:

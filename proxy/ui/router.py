@@ -1,8 +1,9 @@
 """The pages as one router; `app.state.ui` is the process's Ui.
 
 GET  /ui                                            sessions, searched and filtered
-GET  /ui/groups, /ui/group?id=                      groups and their rewards; one group
+GET  /ui/groups, /ui/groups/{id}                    groups and their rewards; one group
 GET  /ui/compare?left=&right=&group=                two sessions side by side; what is left out is the group's worst and best
+GET  /ui/concepts                                   what the marks on the pages mean, each under an anchor
 GET  /ui/tasks, /ui/tasks/{id}                      tasks; one of them with its rollouts
 GET  /ui/run                                        rewards and what goes wrong, over weight versions and time
 POST /ui/run                                        ends or hides a run, or takes that back
@@ -46,7 +47,7 @@ from proxy.api.sessions import session_as_wire
 from proxy.auth import Role, Tokens, check_same_site, credential, hash_key
 from proxy.errors import Forbidden, NotFound, RequestError, Unauthorized, VerbatimError
 from proxy.images import SCHEME
-from proxy.ui import compare_pages, pages, run_pages, tasks_pages
+from proxy.ui import compare_pages, concepts, group_pages, pages, run_pages, tasks_pages
 from proxy.ui.conversation import find_image, find_message, read_image, whole_text
 from proxy.ui.export import export_page
 from proxy.ui.rendering import HEADERS, STATIC, home_of, page, static
@@ -88,7 +89,7 @@ def ui_router() -> APIRouter:
     admins = [Depends(admit)]
     router.add_api_route("/", redirect_browser, methods=["GET"])
     router.include_router(routes(PageRoute))
-    for part in (pages, compare_pages, tasks_pages, run_pages):
+    for part in (pages, group_pages, compare_pages, tasks_pages, run_pages, concepts):
         router.include_router(part.routes(PageRoute), dependencies=admins)
     # Programs read these, so their errors are the control API's.
     router.include_router(for_programs, dependencies=admins)

@@ -45,7 +45,7 @@ def test_a_service_whose_install_is_replaced_serves_as_before(install: Path, tmp
         assert running.request("POST", path, token=session["api_key"], json=asked).status_code == 200
         closed = running.request("POST", "/sessions/a/close", json={"status": "completed", "reward": 1.0})
         assert closed.status_code == 200, closed.text
-        for page in ("/ui", "/ui/sessions/a", "/ui/groups", "/ui/group?id=g", "/ui/tasks"):
+        for page in ("/ui", "/ui/sessions/a", "/ui/groups", "/ui/groups/g", "/ui/tasks"):
             shown = running.request("GET", page)
             assert shown.status_code == 200, (page, shown.text)
         leased = running.request("POST", "/batches/lease", TRAINER, json={"max_groups": 1, "wait_seconds": 30})

@@ -121,7 +121,7 @@ def test_axe_finds_nothing_serious_dark_and_light_wide_and_on_a_phone(
     path = {
         "sessions": "/ui",
         "groups": "/ui/groups",
-        "group": "/ui/group?id=bug%207%2Fa%26b",
+        "group": "/ui/groups/bug%207%2Fa%26b",
         "session": "/ui/sessions/rich",
         "agent": "/ui/sessions/agent",
         "picture": "/ui/sessions/picture",
@@ -342,7 +342,7 @@ def test_lists_keep_themselves_up_to_date(browser: Browser, service: RunningServ
 @pytest.mark.usefixtures("hurrying")
 def test_members_of_a_group_arrive_while_two_are_being_chosen(browser: Browser, service: RunningService) -> None:
     service.session(session_id="member-1", group_id="arriving", group_size=2).close("timeout", reward=0.0)
-    opened(browser, service, "/ui/group?id=arriving")
+    opened(browser, service, "/ui/groups/arriving")
     browser.run("document.querySelector('input[value=member-1]').checked = true")
     service.session(session_id="member-2", group_id="arriving", group_size=2).close("timeout", reward=1.0)
     browser.wait(lambda: "member-2" in browser.text("[data-live=members]"), "the second member")
@@ -350,7 +350,7 @@ def test_members_of_a_group_arrive_while_two_are_being_chosen(browser: Browser, 
 
 
 def test_two_members_of_a_group_are_compared(browser: Browser, service: RunningService) -> None:
-    opened(browser, service, "/ui/group?id=bug%207%2Fa%26b")
+    opened(browser, service, "/ui/groups/bug%207%2Fa%26b")
     button = browser.one("[data-compare] button")
     assert not button.is_enabled()
     for name in ("rich", "poor"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -46,7 +47,7 @@ def sides(text: str) -> list[str]:
 
 
 def test_a_group_leads_to_its_lowest_reward_beside_its_highest(service: RunningService) -> None:
-    listed = service.request("GET", "/ui/group", params={"id": GROUP}).text
+    listed = service.request("GET", f"/ui/groups/{quote(GROUP, safe='')}").text
     assert 'href="/ui/compare?left=poor&amp;right=rich"' in listed
     assert sides(compared(service, group=GROUP)) == ["poor", "rich"]
     assert 'href="/ui/compare?left=fair"' in service.request("GET", "/ui/sessions/fair").text

@@ -8,6 +8,7 @@ import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -290,9 +291,9 @@ def test_an_exported_file_is_no_larger_for_branches_that_lean_on_the_same_tokens
 def test_hostile_text_is_escaped_wherever_it_stands(service: RunningService) -> None:
     call_id = service.request("GET", "/sessions/hostile/calls").json()["calls"][0]["call_id"]
     paths = ["/ui", "/ui/groups", "/ui/sessions/hostile", "/ui/sessions/hostile/turns"]
-    pages = [page(service, path, q="") for path in paths] + [page(service, "/ui/group", id=PROBE)]
+    pages = [page(service, path, q="") for path in paths] + [page(service, f"/ui/groups/{quote(PROBE, safe='')}")]
     pages.append(service.request("GET", "/ui/sessions/hostile/download/page.html").text)
-    pages.append(service.request("GET", "/ui/group", params={"id": PROBE + "!"}).text)
+    pages.append(service.request("GET", f"/ui/groups/{quote(PROBE + '!', safe='')}").text)
     for text in pages:
         assert "<img" not in text and "<script>document" not in text and "\u202e" not in text
         assert "&lt;img src=x" in text
@@ -383,7 +384,7 @@ def test_a_member_whose_time_ran_out_without_a_reward_has_failed_its_group(servi
     unjudged = service.session(session_id="unjudged", group_id="slow", group_size=3)
     unjudged.ask("q")
     unjudged.close()
-    assert "<dt>failed</dt><dd>1</dd>" in page(service, "/ui/group", id="slow")
+    assert "<dt>failed</dt><dd>1</dd>" in page(service, "/ui/groups/slow")
 
 
 def test_a_session_that_failed_before_its_first_call_says_why(service: RunningService) -> None:
