@@ -30,6 +30,12 @@ from examples.demo.report import draw_run, verdict_table, write_verdict
 from examples.demo.screen import Phase, Screen
 from examples.demo.verdict import Verdict, judge
 
+WithDeltas = Annotated[
+    bool,
+    typer.Option(
+        "--delta", help="Push what changed in the bfloat16 weights; in the end the engines must hold the trainer's bits."
+    ),
+]
 ClosedLoop = Callable[[Plan, Screen], Coroutine[Any, Any, Loop]]
 MakeModel = Callable[[Plan, Phase], None]
 """Makes the model in the plan's `model_dir`."""
@@ -104,7 +110,7 @@ def show_steps(phase: Phase, steps: int) -> Callable[[int, float], None]:
 def _judged(plan: Plan, loop: Loop, screen: Screen) -> Verdict:
     import torch
 
-    from examples.demo.recompute import largest_difference
+    from examples.demo.recompute import differing_tensors, largest_difference
 
     _calm_torch(plan)
     with screen.phase("recompute every sampled token with transformers") as phase:
@@ -126,6 +132,7 @@ def _judged(plan: Plan, loop: Loop, screen: Screen) -> Verdict:
         largest_difference=largest,
         ends=plan.ends,
         held_out=_read_held_out(plan.held_out_log),
+        differing_tensors=differing_tensors(plan) if plan.delta and plan.push else (),
     )
 
 
@@ -161,6 +168,7 @@ def main(
         str | None, typer.Option(help="A path or a Hugging Face name. Default: a tiny model, made and warmed up here.")
     ] = None,
     push: Annotated[bool, typer.Option(help="--no-push: the engine never gets the new weights; the curve stays flat.")] = True,
+    delta: WithDeltas = False,
     groups: Annotated[int, typer.Option(min=1, help="Groups per step.")] = 8,
     rollouts: Annotated[int, typer.Option(min=2, help="Rollouts per group.")] = 8,
     learning_rate: Annotated[float | None, typer.Option(help="Default: 5e-4; with --model 5e-6.")] = None,
@@ -185,6 +193,7 @@ def main(
         steps=steps,
         seed=seed,
         push=push,
+        delta=delta,
         groups=groups,
         rollouts=rollouts,
         learning_rate=learning_rate or (5e-6 if model else 5e-4),

@@ -101,6 +101,7 @@ def trainer(plan: Plan, served: Served, module: str, *more: str, env: Mapping[st
         "--learning-rate": plan.learning_rate,
         "--seed": plan.seed,
     }
+    more = (*more, "--delta") if plan.delta else more
     argv = [sys.executable, "-m", module, *more, *(word for name, value in options.items() for word in (name, str(value)))]
     given = {"VERBATIM_TRAINER_TOKEN": served.trainer_token, **(env or {})}
     if not plan.gpu:
@@ -116,6 +117,8 @@ def _vllm(plan: Plan, number: int, port: int) -> Child:
     argv, env = vllm_command(plan.model_dir, port, max_model_len=2048, device=device, extra=extra)
     if not plan.gpu:
         env |= make_one_process_env(max(1, (os.cpu_count() or 1) // (plan.replicas + 1)))
+    if plan.delta:
+        env |= {"VERBATIM_MIRROR": str(plan.mirror_dir)}
     return Child(f"vLLM {number}", argv, plan.log(f"vllm-{number}"), env=env)
 
 

@@ -28,7 +28,7 @@ class Plan:
     when it is trained on. `shuffled`: each rollout is trained on with the reward of another of its group. `ends`: how many steps at the
     start and at the end are averaged to tell the rise. `held_out_log`: where the trainer leaves the rewards of held-out exercises, before
     and after, by kind. `flat`: by how much the reward may change with a control. `agent`: the module of the agent's process.
-    `engine_flags`: more of them for vLLM."""
+    `delta`: bfloat16 weights are pushed, as what changed, and the engines have a mirror. `engine_flags`: more of them for vLLM."""
 
     model: str | None = None
     out: Path
@@ -47,6 +47,7 @@ class Plan:
     held_out_log: Path | None = None
     flat: float = 0.12
     agent: str = "examples.demo.agent"
+    delta: bool = False
     engine_flags: tuple[str, ...] = ()
     gpu: bool = field(default_factory=_gpu_answers)
 
@@ -57,6 +58,10 @@ class Plan:
     @property
     def weights_dir(self) -> Path:
         return self.out / "weights"
+
+    @property
+    def mirror_dir(self) -> Path:
+        return self.out / "mirror"
 
     @property
     def data_dir(self) -> Path:
@@ -119,7 +124,7 @@ class Plan:
     def empty_out(self) -> None:
         """Make `out`, with nothing left in it of an earlier run; what the demo did not write stays."""
         # A model that was given may well lie in there: `--model demo-out/model` goes on from an earlier run's.
-        made = ["weights", "logs", "data"] + (["model"] if self.model is None else [])
+        made = ["weights", "mirror", "logs", "data"] + (["model"] if self.model is None else [])
         for name in made:
             shutil.rmtree(self.out / name, ignore_errors=True)
         for name in (self.trainer_log.name, "verdict.json", "reward.png"):

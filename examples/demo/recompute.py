@@ -7,9 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors.torch import load_file
 
+from contract.tensor_files import map_tensors
+from examples.demo.plan import Plan
+from examples.demo.trainer import WHOLE
+from proxy.engine.in_vllm.mirror import CURRENT
+from proxy.engine.in_vllm.sources import open_source
 from trainer_client import Batch, Group, MediaFiles, Vision, decode_trajectory, load_model
 
 Row = Mapping[str, Any]
@@ -63,8 +68,21 @@ def rows_by_version(rows: Sequence[Row]) -> dict[int, list[Row]]:
 
 
 def load_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a version's safetensors files."""
-    return {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    """All tensors of a version, which may be a delta."""
+    source = open_source(str(directory), None, None)
+    return dict(source.read(source.headers))
+
+
+def differing_tensors(plan: Plan) -> list[str]:
+    """Names of those that the engines' mirror has otherwise than the trainer's last weights, compared as bits."""
+    held = map_tensors((plan.mirror_dir / CURRENT).resolve())
+    published = map_tensors(plan.weights_dir / WHOLE / f"version-{plan.steps}")
+    same = {
+        name
+        for name, tensor in published.items()
+        if name in held and held[name].dtype == tensor.dtype and np.array_equal(held[name].data, tensor.data)
+    }
+    return sorted({*held, *published} - same)
 
 
 def _look(vision: Vision, images: Mapping[str, bytes], rows: Sequence[Row]) -> Mapping[str, torch.Tensor]:

@@ -27,6 +27,9 @@ import typer
 
 from trainer_client import Batch, TrainerClient, Vision, load_model
 from trainer_client.advantages import Estimator, grpo
+from trainer_client.publish import write_weights
+
+WHOLE = "whole"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ Url = Annotated[str, typer.Option(help="The service.")]
 ModelDir = Annotated[str, typer.Option(help="Weights to start from: what the engine serves as version 0.")]
 WeightsDir = Annotated[Path, typer.Option(help="Where new versions are written, readable by the engine.")]
 Log = Annotated[Path, typer.Option(help="One JSON line per step is appended here.")]
+Delta = Annotated[bool, typer.Option(help="Publish bfloat16 weights as what changed; the last ones are saved whole, too.")]
 MaxStaleness = Annotated[int, typer.Option(help="Versions that a group may lie behind.")]
 
 
@@ -73,6 +77,7 @@ def train(
     max_staleness: MaxStaleness = 2,
     seed: Annotated[int, typer.Option()] = 0,
     push: Annotated[bool, typer.Option(help="Publish the weights after every step.")] = True,
+    delta: Delta = False,
 ) -> None:
     """Train for `steps` steps. The token is read from VERBATIM_TRAINER_TOKEN."""
     learner = Learner(model_dir, seed, Recipe(learning_rate))
@@ -82,8 +87,10 @@ def train(
             with leased(client, groups, max_staleness) as batch:
                 line = {"step": step, "wait_seconds": time.monotonic() - started, **learner.learn(batch)}
                 if push:
-                    line["push_seconds"] = client.publish(learner.weights(), step, directory=weights_dir).seconds
+                    line["push_seconds"] = publish(client, learner, step, weights_dir, delta)
             write(log, line)
+        if push and delta:
+            save_whole(learner, weights_dir, steps)
 
 
 class Learner:
@@ -112,6 +119,18 @@ class Learner:
         """As the engine serves them."""
         dtype = torch.bfloat16 if self._device == "cuda" else torch.float32
         return {name: tensor.to(dtype) for name, tensor in self._model.state_dict().items()}
+
+
+def publish(client: TrainerClient, learner: Learner, step: int, directory: Path, delta: bool) -> float:
+    """The seconds of the push."""
+    dtype = torch.bfloat16 if delta else None
+    return client.publish(learner.weights(), step, directory=directory, delta=delta, dtype=dtype).seconds
+
+
+def save_whole(learner: Learner, directory: Path, step: int) -> None:
+    """What the engines are to hold after the last step, for whoever compares: in `WHOLE`, by another way than deltas take."""
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in learner.weights().items()}
+    write_weights(weights, directory / WHOLE, step)
 
 
 def write(log: Path, line: Mapping[str, Any]) -> None:

@@ -58,6 +58,8 @@ class Verdict:
     """How many steps at the start and at the end are averaged to tell the rise."""
     held_out: Sequence[Sequence[float]] = ()
     """The rewards of held-out exercises, before and after."""
+    differing_tensors: Sequence[str] = ()
+    """Names of those that the engines' mirror holds otherwise than the trainer, after pushes of deltas."""
 
     @property
     def rows_per_conversation(self) -> float:
@@ -143,6 +145,7 @@ class Verdict:
             yield len(versions) >= least, f"the tokens know {len(versions)} weight versions, at least {least} were expected"
         else:
             yield versions == [0], f"nothing was pushed, yet there are versions {versions}"
+        yield not self.differing_tensors, f"the engines hold other bits than the trainer in {', '.join(self.differing_tensors)}"
         if self.has_two_ends and expected.control:
             yield abs(self.rise) < expected.rise, f"{expected.control}, yet the reward changed by {self.rise:.3f}"
         elif self.has_two_ends:
@@ -177,9 +180,11 @@ def judge(
     largest_difference: float,
     ends: tuple[int, int] = (4, 4),
     held_out: Sequence[Sequence[float]] = (),
+    differing_tensors: Sequence[str] = (),
 ) -> Verdict:
     """The numbers of all sessions together. `rewards` are the mean ones by training step, `ages` the groups that were trained on, by
-    versions behind; `held_out` the rewards of held-out exercises before and after."""
+    versions behind; `held_out` the rewards of held-out exercises before and after, `differing_tensors` what engines
+    hold otherwise than the trainer."""
     rows = [row for session in sessions for row in session.trajectories]
     reasons: dict[str, int] = {}
     for item in (item for session in sessions for item in session.accounting["quarantined"]):
@@ -205,6 +210,7 @@ def judge(
         rewards=list(rewards),
         ends=ends,
         held_out=held_out,
+        differing_tensors=differing_tensors,
     )
 
 

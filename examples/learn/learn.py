@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from examples.demo.demo import exit_code, show_steps
+from examples.demo.demo import WithDeltas, exit_code, show_steps
 from examples.demo.plan import Plan
 from examples.demo.screen import Phase
 from examples.learn.agents import AGENTS, CliAgent, with_agents
@@ -101,6 +101,7 @@ def main(
     shuffle_rewards: Annotated[
         bool, typer.Option("--shuffle-rewards", help="The rollouts of a group exchange their rewards; the curve stays flat.")
     ] = False,
+    delta: WithDeltas = False,
     out: Annotated[Path | None, typer.Option(help="Default: demo-out-AGENT, with the control behind it.")] = None,
 ) -> None:
     """Let the agent learn, and judge it. Exit code 0: every check holds; 1: one does not; 130: interrupted."""
@@ -117,6 +118,7 @@ def main(
         seed=seed,
         push=push,
         shuffled=shuffle_rewards,
+        delta=delta,
         groups=groups,
         rollouts=rollouts,
         learning_rate=learning_rate,

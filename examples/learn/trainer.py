@@ -16,7 +16,19 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from examples.demo.trainer import Learner, Log, MaxStaleness, ModelDir, Recipe, Url, WeightsDir, credit_rollouts, leased, write
+from examples.demo.trainer import (
+    Delta,
+    Learner,
+    Log,
+    MaxStaleness,
+    ModelDir,
+    Recipe,
+    Url,
+    WeightsDir,
+    credit_rollouts,
+    leased,
+    write,
+)
 from examples.learn.agents import AGENTS, CliAgent, make_task
 from examples.learn.exercises import KINDS, draw_exercises
 from examples.tasks_loop.tasks import task_id
@@ -57,6 +69,7 @@ def train(
     seed: Annotated[int, typer.Option()] = 0,
     push: Annotated[bool, typer.Option(help="Publish the weights after every step.")] = True,
     shuffle: Annotated[bool, typer.Option(help="Give each rollout the reward of another of its group.")] = False,
+    delta: Delta = False,
 ) -> None:
     """Train for `steps` steps. The tokens are read from VERBATIM_ADMIN_TOKEN, for the tasks, and VERBATIM_TRAINER_TOKEN."""
     cli, exercises = AGENTS[agent], draw_exercises(random.Random(seed), "train")
@@ -70,7 +83,7 @@ def train(
 
     with connected(url) as (admin, client):
         before = solve_held_out(admin, client, cli, held_out, "before")
-        Steps(steps, groups, max_staleness, weights_dir, log, push).run(client, Tasks(admin, make), learner)
+        Steps(steps, groups, max_staleness, weights_dir, log, push, delta).run(client, Tasks(admin, make), learner)
         write(held_out_log, {"before": before, "after": solve_held_out(admin, client, cli, held_out, "after")})
 
 

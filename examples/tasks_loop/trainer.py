@@ -20,7 +20,19 @@ import httpx
 import typer
 
 from examples.demo.environment import corridors
-from examples.demo.trainer import Learner, Log, MaxStaleness, ModelDir, Recipe, Url, WeightsDir, leased, write
+from examples.demo.trainer import (
+    Learner,
+    Log,
+    MaxStaleness,
+    ModelDir,
+    Recipe,
+    Url,
+    WeightsDir,
+    leased,
+    publish,
+    save_whole,
+    write,
+)
 from examples.tasks_loop.tasks import task, task_id
 from trainer_client import TrainerClient
 
@@ -62,7 +74,8 @@ def connected(url: str) -> Iterator[tuple[httpx.Client, TrainerClient]]:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Training in steps of `groups` groups each; without `push` the engine never gets the new weights."""
+    """Training in steps of `groups` groups each; without `push` the engine never gets the new weights, with
+    `delta` as what changed."""
 
     steps: int
     groups: int
@@ -70,6 +83,7 @@ class Steps:
     weights_dir: Path
     log: Path
     push: bool = True
+    delta: bool = False
 
     def run(self, client: TrainerClient, tasks: Tasks, learner: Learner) -> None:
         tasks.submit(1)
@@ -81,8 +95,10 @@ class Steps:
                     tasks.submit(step + 1)
                 line = {"step": step, "wait_seconds": waited, **learner.learn(batch)}
                 if self.push:
-                    line["push_seconds"] = client.publish(learner.weights(), step, directory=self.weights_dir).seconds
+                    line["push_seconds"] = publish(client, learner, step, self.weights_dir, self.delta)
             write(self.log, line)
+        if self.push and self.delta:
+            save_whole(learner, self.weights_dir, self.steps)
 
 
 def train(

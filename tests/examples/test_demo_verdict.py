@@ -74,6 +74,7 @@ def test_it_passes_when_every_check_holds() -> None:
         ({"largest_difference": float("nan")}, "nan off"),
         ({"trained_tokens": 4}, "the trainer was given 4 tokens"),
         ({"weight_versions": [0, 1]}, "2 weight versions"),
+        ({"differing_tensors": ["w"]}, "the engines hold other bits than the trainer in w"),
         ({"rewards": [0.3] * 8}, "the reward rose by 0.000"),
     ],
 )
