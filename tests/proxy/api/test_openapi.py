@@ -7,6 +7,7 @@ description allows and what it does not: the answer has a status, a type and a s
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,8 @@ from proxy.settings import Settings
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.rollout_service import KNOWN
-from tests.support.service.running_service import ADMIN, RunningService, wait_until
+from tests.support.service.running_service import ADMIN, TRAINER, RunningService, wait_until
+from tests.support.service.verbatim_process import NODE as NODE_TOKEN
 
 DOCUMENT = create_app(Settings(engine=[], redis="redis://127.0.0.1:1/0"), partial(add_rollouts, KNOWN)).description()
 OPERATIONS = [(method, path) for path, methods in DOCUMENT["paths"].items() for method in methods]
@@ -73,6 +75,22 @@ def test_every_endpoint_is_described_with_its_role_and_its_answers() -> None:
             assert all("example" in content for content in operation["requestBody"]["content"].values()), f"{method} {path}"
         told = [content for _, content in told_on_success(operation) if "schema" in content]
         assert not told or any("example" in content for content in told), f"{method} {path}"
+
+
+ROLES = {"AdminToken": ADMIN, "TrainerToken": TRAINER, "NodeToken": NODE_TOKEN}
+
+
+def test_every_control_route_opens_to_the_roles_that_its_description_names_and_to_nobody_else(running: RunningService) -> None:
+    for method, path in OPERATIONS:
+        named = {name for each in DOCUMENT["paths"][path][method].get("security", ()) for name in each}
+        if not named & ROLES.keys():
+            continue
+        filled = re.sub(r"\{\w+\}", "nothing", path)
+        answers = {role: running.request(method.upper(), filled, token).status_code for role, token in ROLES.items()}
+        assert {role for role, status in answers.items() if status != 403} == named & ROLES.keys(), (
+            f"{method} {path}: {answers}"
+        )
+        assert running.request(method.upper(), filled, "wrong").status_code == 401, f"{method} {path}"
 
 
 def test_operation_ids_are_unique() -> None:
