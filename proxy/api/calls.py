@@ -17,6 +17,7 @@ from proxy.api.closing import load_session
 from proxy.api.requests import (
     ENCODINGS,
     Body,
+    Encoding,
     PageCursor,
     PageSize,
     Served,
@@ -26,7 +27,9 @@ from proxy.api.requests import (
     encode_response,
     require_owner,
 )
+from proxy.errors import TooLarge
 from proxy.rows import CallsCursor
+from reconstruct.trace import trace_entries
 from reconstruct.trajectory import encode_accounting, encode_row
 
 router = APIRouter(prefix="/sessions/{session_id}", tags=["sessions"], default_response_class=Response)
@@ -191,6 +194,52 @@ class Trajectories(Body, json_schema_extra={"example": {"trajectories": [ROW], "
     accounting: AccountingView
 
 
+class TraceRequest(Body):
+    messages: list[dict[str, Any]]
+    tools: None
+
+
+class TraceChoice(Body):
+    message: dict[str, Any]
+    finish_reason: str | None
+
+
+class TraceResponse(Body):
+    choices: list[TraceChoice]
+
+
+class TraceEntryShape(Body):
+    request: TraceRequest
+    response: TraceResponse
+    prompt_token_ids: list[int]
+    completion_token_ids: list[int]
+    per_token_logps: list[float]
+    """As long as completion_token_ids."""
+    loss_mask: list[Literal[0, 1]]
+    """Over prompt and completion; 1: trained in this entry alone."""
+    reward: float | None
+    """Null: it has none, which is not 0."""
+    metadata: dict[str, Any]
+    """node_id (the call's id), trajectory_id, role, agent, model, sampling_params, weight_versions, media."""
+
+
+ENTRY: dict[str, Any] = json.loads("""
+{"request": {"messages": [{"role": "user", "content": "Say hello."}], "tools": null},
+ "response": {"choices": [{"message": {"role": "assistant", "content": "Hello."}, "finish_reason": "stop"}]},
+ "prompt_token_ids": [101, 102], "completion_token_ids": [7, 8], "per_token_logps": [-0.5, -1.25], "loss_mask": [0, 0, 1, 1],
+ "reward": 1.0, "metadata": {"node_id": "c0ffee", "role": "main", "weight_versions": [[12, 0, 2]]}}
+""")
+
+
+class TraceEntries(Body, json_schema_extra={"example": {"session_id": "first", "entries": [ENTRY]}}):
+    session_id: str
+    entries: list[TraceEntryShape]
+
+
+MOST_TRACE_IDS = 2**24
+"""Ids in one trace, whose prompts repeat what came before: about 100 MB as JSON."""
+
+
 @router.get(
     "/calls",
     dependencies=[Depends(require_owner)],
@@ -242,5 +291,33 @@ async def get_trajectories(
     def encoded() -> Response:
         wire = encode_each((encode_row(row, arrays=form.arrays) for row in built.rows), form)
         return encode_response({"trajectories": wire, "accounting": encode_accounting(built.accounting)}, form)
+
+    return await asyncio.to_thread(encoded)
+
+
+@router.get(
+    "/trace_entries",
+    dependencies=[Depends(require_owner)],
+    responses={
+        200: {"model": TraceEntries, "description": "the entries"},
+        413: {"description": "the trace would be too long: read the trajectories (`request_too_large`)"},
+    },
+)
+async def get_trace_entries(services: Served, session_id: SessionId) -> Response:
+    """The calls that its trajectories train, each once, as OpenEnv's `TraceEntry`s: with the whole prompt, and the loss mask of the
+    trajectory that trains it. Those of the main agent come last. Close the session first: until then the masks may change."""
+    state = await load_session(services, session_id)
+    built = await rows.session_rows(services, state)
+    # More than there are: a call's prompt is no longer than the row that it is in.
+    if sum(len(row.token_ids) * len(row.call_ids) for row in built.rows) > MOST_TRACE_IDS:
+        raise TooLarge(
+            f"the trace of session {session_id} may have more than {MOST_TRACE_IDS} ids: read its trajectories instead"
+        )
+    # Afterwards: it has at least the calls that the rows have.
+    records = await services.sessions.load_records(session_id)
+
+    def encoded() -> Response:
+        entries = trace_entries(rows.every_call_as_wire(records, (), (), ()), built.rows)
+        return encode_response({"session_id": session_id, "entries": encode_each(entries, Encoding.JSON)}, Encoding.JSON)
 
     return await asyncio.to_thread(encoded)
