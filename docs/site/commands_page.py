@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Container, Iterator
 
 import typer
 from typer.core import TyperGroup
@@ -14,11 +15,22 @@ HEAD = """# Commands
 
 The help of every command. Exit codes: 0 success, 1 refused with one sentence on stderr, 2 misspelt; `verbatim run` returns the
 agent's ([harnesses](../harnesses.md#run-one)).
-"""
+
+## Options of many commands
+
+A command lists these by their names alone.
+
+{shared}"""
+MANY = 3
+"""An option with the same text at so many commands is explained once."""
 
 
 def render() -> str:
-    return HEAD + "".join(_render_section(words, command) for words, command in list_commands())
+    sections = list(list_commands())
+    rows = Counter(row for _, command in sections for row in map(_render_row, command.params))
+    shared = {row for row, count in rows.items() if count >= MANY}
+    head = HEAD.format(shared="".join(sorted(shared)))
+    return head + "".join(_render_section(words, command, shared) for words, command in sections)
 
 
 def list_commands() -> Iterator[tuple[str, typer.core.TyperCommand]]:
@@ -35,9 +47,12 @@ def _walk(words: str, command: object) -> Iterator[tuple[str, typer.core.TyperCo
         yield words, command
 
 
-def _render_section(words: str, command: typer.core.TyperCommand) -> str:
+def _render_section(words: str, command: typer.core.TyperCommand, shared: Container[str]) -> str:
     text = inspect.cleandoc(command.help or "").replace("\f", "").replace("\b", "").strip()
-    return f"\n## {words}\n\n```text\n{text}\n```\n\n" + "".join(map(_render_row, command.params))
+    rows = [_render_row(parameter) for parameter in command.params]
+    known = ", ".join(row.removeprefix("- ").partition(":")[0] for row in rows if row in shared)
+    listed = [*(row for row in rows if row not in shared), *([f"- {known}\n"] if known else [])]
+    return f"\n## {words}\n\n```text\n{text}\n```\n\n" + "".join(listed)
 
 
 def _render_row(parameter: object) -> str:
