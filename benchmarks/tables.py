@@ -36,6 +36,7 @@ MINUTES: dict[str, float] = {
     "reconstruction": 0.5,
     "delivery": 0.5,
     "weights": 3,
+    "delta": 4,
     "sessions": 0.5,
     "rounds": 8,
     "store_load": 0.5,
@@ -45,7 +46,7 @@ MINUTES: dict[str, float] = {
     "stalls": 8,
 }
 """The sections, each a module, in the order in which they are run, and about how long each takes on two quiet cores."""
-APART = ("weights", "sessions", "rounds", "store_load", "forks", "images", "agent_trees", "stalls")
+APART = ("weights", "delta", "sessions", "rounds", "store_load", "forks", "images", "agent_trees", "stalls")
 """Run only when they are named. `sessions` and `store_load` are what `benchmarks.capacity` calculates from."""
 
 _TABLE = re.compile(r"(<!-- table: (\w+)(?: (\d+))? -->\n).*?(<!-- end of table -->)", re.DOTALL)
