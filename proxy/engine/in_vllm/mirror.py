@@ -61,7 +61,7 @@ class Mirror:
         try:
             if current is not None and links == ():
                 verify(current)
-                return Copy(current)
+                return self._keep_only(current)
             base = current.folder if current is not None and links is not None else chain.anchor.folder
             state = self._build(base, chain, chain.links if links is None else links)
         except BrokenWeights:
@@ -93,9 +93,13 @@ class Mirror:
         link.unlink(missing_ok=True)
         link.symlink_to(folder.name)
         link.replace(self._place / CURRENT)
-        copy = Copy(State(folder, built.version, built.root, built.stamps))
+        return self._keep_only(State(folder, built.version, built.root, built.stamps))
+
+    def _keep_only(self, current: State) -> Copy:
+        """Removes what nobody reads, also what a process left that was killed before it had done so."""
+        copy = Copy(current)
         for other in self._place.iterdir():
-            if other.is_dir() and not other.is_symlink() and other != folder:
+            if other.is_dir() and not other.is_symlink() and other.name != current.folder.name:
                 _remove_unread(other)
         return copy
 
