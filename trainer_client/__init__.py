@@ -1,7 +1,7 @@
 """All of it that is public: leases, batches as arrays, weight publishing, corrections, and sessions of an agent of yours.
 
-Beside these names, `trainer_client.advantages`, `trainer_client.distillation` and the adapters of docs/trainers.md are public. Any other
-module may move.
+Beside these names, `trainer_client.advantages`, `trainer_client.distillation`, the adapters of docs/trainers.md and the integrations of
+docs/integrations.md are public. Any other module may move.
 """
 
 from contract.errors import AuthenticationFailed, ClientError, NoAnswer, ServiceError, ServiceUnavailable

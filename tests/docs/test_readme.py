@@ -106,7 +106,7 @@ def test_pages_and_examples_import_what_is_public_of_the_trainers_side() -> None
         (path.name, name) for path in sources for name in re.findall(r"from (trainer_client[\w.]*) import", path.read_text())
     }
     assert {name for _, name in found} > {"trainer_client", "trainer_client.advantages"}
-    public = re.compile(r"trainer_client(\.advantages|\.adapters\.\w+)?")
+    public = re.compile(r"trainer_client(\.advantages|\.distillation|\.(adapters|integrations)\.\w+)?")
     assert [each for each in sorted(found) if not public.fullmatch(each[1])] == []
     assert [name for name in trainer_client.__all__ if not hasattr(trainer_client, name)] == []
 
