@@ -10,8 +10,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -54,6 +55,12 @@ def export(
             metavar="FILE", help="Also write the preference pairs of all sessions in DIR to this file, as JSON lines."
         ),
     ] = None,
+    atif: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Also write each session of the export to this folder as ATIF, the trajectory format of Harbor."
+        ),
+    ] = None,
     url: ServiceUrl = None,
 ) -> None:
     """Write closed sessions to DIR: one row per trajectory, and everything verbatim import needs to restore the sessions.
@@ -81,11 +88,14 @@ def export(
             with ArchiveWriter(out, builder=builder) as writer:
                 totals = _export(api, writer, wanted, console)
             written = None if pairs is None else write_pairs(ArchiveReader(out), pairs)
+            described = None if atif is None else write_atif(ArchiveReader(out), atif)
         except (ArchiveError, OSError) as error:
             raise CommandError(str(error)) from error
     typer.echo(totals.summarize(writer.folder))
     if written is not None:
         typer.echo(f"wrote {written} preference pairs to {pairs}")
+    if described is not None:
+        typer.echo(f"wrote {described} sessions as ATIF to {atif}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +225,42 @@ def write_pairs(reader: ArchiveReader, file: Path) -> int:
                     }
                 lines.write(json.dumps(line, ensure_ascii=False) + "\n")
                 written += 1
+    return written
+
+
+class ArchivedRow(NamedTuple):
+    """What is read of a training row."""
+
+    session_id: str
+    trajectory_id: str
+    role: str
+    agent: str
+    loss_mask: list[int]
+    call_ids: list[str]
+    tools: str | None
+
+
+def write_atif(reader: ArchiveReader, folder: Path) -> int:
+    """Write each session that has rows as `<session id>.json`. Returns how many there are."""
+    from proxy.rows import every_call_as_wire
+    from trainer_client.integrations.atif import describe_session
+
+    folder.mkdir(parents=True, exist_ok=True)
+    written = 0
+    listed = (ArchivedRow(**row) for row in reader.rows("trajectories", [*ArchivedRow._fields]))
+    # Both tables list the sessions in one order.
+    by_session = groupby(listed, key=lambda row: row.session_id)
+    session_id, rows = next(by_session, (None, None))
+    for session in reader.sessions():
+        if session.state["session_id"] != session_id or rows is None:
+            continue
+        own = list(rows)
+        calls = [*every_call_as_wire([record for _, record in session.records], set(session.delivered), (), ())]
+        tools = json.loads(own[0].tools) if own[0].tools else None
+        document = json.dumps(describe_session(session.state, calls, own, tools), ensure_ascii=False)
+        (folder / f"{session_id}.json").write_text(document, encoding="utf-8")
+        written += 1
+        session_id, rows = next(by_session, (None, None))
     return written
 
 

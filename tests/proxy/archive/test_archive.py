@@ -245,6 +245,34 @@ def test_what_an_export_holds_comes_back_as_it_was(service: RunningService, seco
         assert log["text"] in second.request("GET", f"/ui/sessions/{sessions[0]}{page}").text
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_an_export_has_each_trained_token_in_one_step_of_atif(
+    service: RunningService, engine: ScriptedEngine, tmp_path: Path, seed: int
+) -> None:
+    """Harbor's own models read such documents in tests/joins."""
+    session_id = walked(service, seed)
+    assert "wrote 1 sessions as ATIF" in export(service, tmp_path / "out", "--atif", str(tmp_path / "atif"))
+    document = json.loads((tmp_path / "atif" / f"{session_id}.json").read_text(encoding="utf-8"))
+    answer = service.request("GET", f"/sessions/{session_id}/trajectories").json()
+    calls = {
+        call["call_id"]: call for call in service.request("GET", f"/sessions/{session_id}/calls?limit=1000").json()["calls"]
+    }
+    trained: list[int] = []
+    for trajectory in (document, *document.get("subagent_trajectories", ())):
+        (row,) = [row for row in answer["trajectories"] if row["trajectory_id"] == trajectory["trajectory_id"]]
+        for step in trajectory["steps"]:
+            if ids := step.get("metrics", {}).get("completion_token_ids"):
+                call = calls[step["extra"]["call_id"]]
+                start = len(call["prompt_ids"])
+                assert step["metrics"]["prompt_token_ids"] == row["token_ids"][:start] == call["prompt_ids"]
+                assert ids == row["token_ids"][start : start + len(ids)] and set(
+                    row["loss_mask"][start : start + len(ids)]
+                ) == {1}
+                assert step["metrics"]["logprobs"] == row["logprobs"][start : start + len(ids)]
+                trained += ids
+    assert len(trained) == answer["accounting"]["exported_tokens"] > 0
+
+
 def test_an_export_has_the_preference_pairs_of_lookaheads(
     service: RunningService, engine: ScriptedEngine, tmp_path: Path
 ) -> None:
