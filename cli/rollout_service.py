@@ -82,7 +82,7 @@ class ShownTasks:
         self, *, status: str | None, limit: int, cursor: str | None
     ) -> tuple[list[dict[str, Any]], str | None]:
         states, following = await self._store.list_tasks(status=status, limit=limit, cursor=cursor)
-        return [render_summary(state) for state in states], following
+        return [render_summary(state) | {"run": state.task.run} for state in states], following
 
     async def load_task(self, task_id: str) -> dict[str, Any]:
         return render_task(await self._store.load(task_id))

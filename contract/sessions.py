@@ -264,6 +264,8 @@ class TokenSums(Wire):
     """No call is dangling or damaged, and no call that the outcome depends on is quarantined."""
     truncated: bool = False
     """The reply that ends a trained row was cut short."""
+    versions: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """By policy, the default one's name being empty: the oldest and the newest weight version of what it sampled."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -257,7 +257,17 @@ def _sum_up(built: rows.Built) -> TokenSums:
         dangling_calls=accounting.dangling_calls,
         complete=accounting.complete,
         truncated=any(row.truncated for row in built.rows if row.loss_mask.any()),
+        versions=_find_versions(built),
     )
+
+
+def _find_versions(built: rows.Built) -> dict[str, tuple[int, int]]:
+    """By policy, the oldest and the newest version of what the session sampled; of tokens without a version nothing is known."""
+    found: dict[str, list[int]] = {}
+    for call in (*built.settled.forest.calls.values(), *built.settled.stray):
+        if call.call_id not in built.settled.replayed:
+            found.setdefault(call.policy, []).extend(span.version for span in call.node.spans)
+    return {policy: (min(versions), max(versions)) for policy, versions in sorted(found.items()) if versions}
 
 
 def _keeps_enough(services: Services, state: SessionState, built: rows.Built) -> bool:

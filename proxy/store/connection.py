@@ -194,6 +194,18 @@ class StoreConnection:
         finally:
             TIMELINE.get().end_wait(STORE, since)
 
+    async def run_each(self, script: Script, groups: Sequence[Sequence[str]]) -> list[Any]:
+        """The answers of a script that reads `groups` of keys and answers for each: one run for all of them, or in a cluster, where no
+        script reads keys of several slots, one run for each."""
+        if not groups:
+            return []
+        if self._link is None:
+            await self.ping()
+        if isinstance(self._link, StoreCluster):
+            return [answer for (answer,) in await asyncio.gather(*(self.run(script, group) for group in groups))]
+        found: list[Any] = await self.run(script, [key for group in groups for key in group])
+        return found
+
     async def ping(self, *, patient: bool = False) -> None:
         """Returns when a server that holds keys answers."""
         await (self._retry(self.read_info) if patient else self.read_info())

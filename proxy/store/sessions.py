@@ -112,6 +112,20 @@ class SessionStore:
         """A page, newest first, and the cursor of the next one; None: it was the last."""
         return await self._listing.load_page(status=status, group_id=group_id, run=run, limit=limit, cursor=cursor)
 
+    async def list_members(self, *, run: str | None, after: float | None, cursor: str | None, limit: int) -> list[str]:
+        """The newest sessions of the listing, opened at `after` or later, behind the cursor: each is the cursor of what follows it. Some
+        may be gone."""
+        return await self._listing.list_members(run, after, cursor, limit)
+
+    async def load_stamps(self, session_ids: Sequence[str]) -> list[bytes]:
+        """Of each session a text that changes with its state, number of calls and accounting; empty if there is none."""
+        return await self._redis.run_each(Script.read("stamps"), [_state_and_calls(each) for each in session_ids])
+
+    async def load_many(self, session_ids: Sequence[str]) -> list[SessionState | None]:
+        """As `load` does; their number should be small, since the store does nothing else meanwhile."""
+        answers = await self._redis.run_each(Script.read("snapshots"), [_state_and_calls(each) for each in session_ids])
+        return [parse_state(answer) for answer in answers]
+
     async def begin_delete(self, session_id: str) -> None:
         """From here on no fork of it is opened. Raises `Conflict` while forks replay it."""
         if not await self._run("begin_delete", (keys.state(session_id), keys.forks(session_id))):

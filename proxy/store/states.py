@@ -176,6 +176,14 @@ class SessionListing:
             looked_at += len(members)
         return found, cursor
 
+    async def list_members(self, run: str | None, after: float | None, cursor: str | None, limit: int) -> list[str]:
+        """See `SessionStore.list_members`."""
+        key = keys.SESSIONS if run is None else keys.run_sessions(run)
+        first = "-" if after is None else f"[{keys.listing_member(after, '')}"
+        before = "+" if cursor is None else f"({cursor}"
+        raw = await self._redis.execute("ZREVRANGEBYLEX", key, before, first, "LIMIT", 0, limit)
+        return [member.decode() for member in raw]
+
     async def _load_members(self, members: list[str]) -> list[SessionState | None]:
         states = await asyncio.gather(*(self._load(keys.parse_member(member)[0]) for member in members))
         return [

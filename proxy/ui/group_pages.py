@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import Any
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 
-from proxy.api.closing import RUN_ENDED
-from proxy.api.groups import GroupView, describe_groups, explain, load_group, newest_groups
+from proxy.api.closing import RUN_ENDED, group_name
+from proxy.api.groups import LETTERS, GroupView, describe_groups, explain, load_group
 from proxy.errors import NotFound
 from proxy.store.groups import GroupRound
 from proxy.store.run import CAUSES
 from proxy.store.states import SessionState
-from proxy.ui.listing import measure_lost
+from proxy.ui.causes import Cause, group_causes
+from proxy.ui.listing import (
+    Columns,
+    Listing,
+    ListQuery,
+    cut_page,
+    load_choices,
+    load_window,
+    measure_lost,
+    parse_query,
+    put_in_order,
+)
 from proxy.ui.pictures import Rewards
 from proxy.ui.rendering import format_time, page
-from proxy.ui.shown import Shown
+from proxy.ui.shown import Shown, Ui
 
-Text = Annotated[str, Query(max_length=500)]
+DESCRIBED_AT_ONCE = 50
+"""Groups that one script looks at."""
 
 STATE_WORDS: Mapping[str, str] = {
     "none": "waiting",
@@ -33,6 +46,7 @@ STATE_WORDS: Mapping[str, str] = {
     "dead": "dead",
 }
 """What the store calls a group's delivery, in the words of these pages."""
+WORDS = tuple(dict.fromkeys(STATE_WORDS.values()))
 
 
 def routes(kind: type[APIRoute]) -> APIRouter:
@@ -42,9 +56,11 @@ def routes(kind: type[APIRoute]) -> APIRouter:
     return router
 
 
-async def groups(request: Request, ui: Shown, q: Text = "") -> Response:
-    found = [(group, rewards_of(group.sessions)) for group in await newest_groups(ui.services, q.strip())]
-    return await page(request, "groups.html", groups=found, query={"q": q}, live=True)
+async def groups(request: Request, ui: Shown) -> Response:
+    query = parse_query(request.query_params, GROUP_COLUMNS, WORDS)
+    found, choices = await asyncio.gather(list_groups(ui, query), load_choices(ui))
+    shown: dict[str, Any] = {"columns": GROUP_COLUMNS, "statuses": WORDS}
+    return await page(request, "groups.html", found=found, query=query, live=not query.cursor, **shown, **choices)
 
 
 async def group(request: Request, ui: Shown, group_id: str) -> Response:
@@ -71,6 +87,78 @@ async def group(request: Request, ui: Shown, group_id: str) -> Response:
         tasks=list(dict.fromkeys(state.info.task_id for state in found.sessions if "rollout" in state.info.metadata)),
         live=shown["delivery"] in ("none", "announced", "filling", "ready", "leased"),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLine:
+    """A group in a list. `word`: where it is; `reason`: why."""
+
+    group: GroupView
+    rewards: Rewards | None
+    word: str
+    reason: str
+
+    @property
+    def runs(self) -> list[str]:
+        return list(dict.fromkeys(state.info.run for state in self.group.sessions))
+
+    @property
+    def tokens(self) -> int:
+        """Sampled by its closed members."""
+        return sum(state.accounting.sampled_tokens for state in self.group.sessions if state.accounting)
+
+    @property
+    def lost(self) -> int:
+        return sum(measure_lost(state.accounting) for state in self.group.sessions if state.accounting)
+
+
+GROUP_COLUMNS: Columns[GroupLine] = {
+    "group": lambda line: line.group.group_id,
+    "state": lambda line: line.word,
+    "run": lambda line: line.runs[0],
+    "closed": lambda line: line.group.closed,
+    "failed": lambda line: line.group.failed,
+    "mean": lambda line: line.rewards and line.rewards.mean,
+    "spread": lambda line: line.rewards and line.rewards.spread,
+    "tokens": lambda line: line.tokens,
+    "lost": lambda line: line.lost,
+    "newest": lambda line: line.group.newest,
+}
+
+
+async def list_groups(ui: Ui, query: ListQuery) -> Listing[GroupLine]:
+    """The groups of a window of sessions, the one with the newest session first. One with a member that the query accepts is listed."""
+    window = await load_window(ui.catalogue, query)
+    members: dict[str, list[SessionState]] = {}
+    for state in window.sessions:
+        if state.info.group_id is not None and query.text.casefold() in state.info.group_id.casefold():
+            members.setdefault(state.info.group_id, []).append(state)
+    views = [GroupView(name, max(each.info.group_size for each in states), states) for name, states in members.items()]
+    views = [view for view in views if any(map(query.accepts_member, view.sessions))]
+    if query.sort == "state" or query.status:
+        lines = [line for line in await describe(ui, views) if query.status in ("", line.word)]
+        found = cut_page(put_in_order(lines, query, GROUP_COLUMNS), query, window)
+        return replace(found, causes=await group_letters(ui) if query.status == "dead" else ())
+    unplaced = [GroupLine(view, rewards_of(view.sessions), "", "") for view in views]
+    found = cut_page(put_in_order(unplaced, query, GROUP_COLUMNS), query, window)
+    return replace(found, lines=await describe(ui, [line.group for line in found.lines]))
+
+
+async def group_letters(ui: Ui) -> list[Cause]:
+    """Why the newest dead letters died."""
+    letters, _ = await ui.services.delivery.dead_letters(LETTERS)
+    return group_causes((letter.reason, group_name(letter.group_id)) for letter in letters)
+
+
+async def describe(ui: Ui, views: Sequence[GroupView]) -> list[GroupLine]:
+    """With where each group is."""
+    told: list[tuple[dict[str, Any], list[str]]] = []
+    for first in range(0, len(views), DESCRIBED_AT_ONCE):
+        told += await describe_groups(ui.services, views[first : first + DESCRIBED_AT_ONCE])
+    return [
+        GroupLine(view, rewards_of(view.sessions), STATE_WORDS[shown["delivery"]], shown["reason"])
+        for view, (shown, _) in zip(views, told, strict=True)
+    ]
 
 
 def rewards_of(sessions: Sequence[SessionState]) -> Rewards | None:

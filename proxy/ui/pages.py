@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -12,7 +13,8 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.routing import APIRoute
 
 from proxy.ui.conversation import ShownCall, Thread
-from proxy.ui.listing import LOSSES, STATUSES, SessionFilter, measure_lost, session_page
+from proxy.ui.group_pages import STATE_WORDS
+from proxy.ui.listing import SESSION_COLUMNS, STATUSES, list_sessions, load_choices, measure_lost, measure_rate, parse_query
 from proxy.ui.pictures import draw_tree
 from proxy.ui.rendering import page
 from proxy.ui.session_view import ONLY, CallFilter, ShownSession, describe_call, show_turn, summarize
@@ -38,43 +40,25 @@ def routes(kind: type[APIRoute]) -> APIRouter:
     return router
 
 
-async def sessions(
-    request: Request,
-    ui: Shown,
-    q: Text = "",
-    status: Text = "",
-    at_least: Text = "",
-    at_most: Text = "",
-    run: Text = "",
-    loss: Text = "",
-    cursor: Text = "",
-) -> Response:
-    limits = (_number(at_least), _number(at_most), run.strip(), loss if loss in LOSSES else "")
-    wanted = SessionFilter(q.strip(), status if status in STATUSES else "", *limits)
-    found, now = await asyncio.gather(session_page(ui.services, wanted, cursor or None), _now(ui))
-    query = {"q": q, "status": wanted.status, "at_least": at_least, "at_most": at_most, "run": wanted.run, "loss": wanted.loss}
-    shown: dict[str, Any] = {"statuses": STATUSES, "losses": LOSSES, "lost": measure_lost}
-    return await page(request, "sessions.html", found=found, query=query, now=now, live=not cursor, **shown)
+async def sessions(request: Request, ui: Shown) -> Response:
+    query = parse_query(request.query_params, SESSION_COLUMNS, STATUSES)
+    found, now, choices = await asyncio.gather(list_sessions(ui.catalogue, query), _now(ui), load_choices(ui))
+    shown: dict[str, Any] = {"columns": SESSION_COLUMNS, "statuses": STATUSES, "lost": measure_lost, "rate": measure_rate}
+    return await page(request, "sessions.html", found=found, query=query, now=now, live=not query.cursor, **shown, **choices)
 
 
 async def _now(ui: Ui) -> dict[str, Any]:
     """The engines and groups as they are."""
     counts = await ui.services.delivery.count_groups()
-    shown = ("opened", "filling", "ready", "leased", "acked", "dropped", "dead")
+    words = Counter[str]()
+    for name in ("opened", "filling", "ready", "leased", "acked", "dropped", "dead"):
+        words[STATE_WORDS.get(name, "waiting")] += counts.get(name, 0)
     return {
         "engines": [*ui.services.pool.replicas],
-        "groups": {name: counts[name] for name in shown if counts.get(name)},
+        "groups": {word: many for word, many in words.items() if many},
         "in_flight": len(ui.services.inflight),
         "at": time.time(),
     }
-
-
-def _number(text: str) -> float | None:
-    """None, which finds everything, for a text that is no number."""
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 # A session: one conversation, of which the page has the first turns; the browser loads further ones and forks as fragments.

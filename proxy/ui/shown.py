@@ -10,6 +10,7 @@ from fastapi import Depends, Request
 from proxy.api.requests import get_services, read_body
 from proxy.auth import check_same_site
 from proxy.services import Services
+from proxy.ui.catalogue import SessionCatalogue
 from proxy.ui.session_view import ShownSessions
 from proxy.ui.tokens import TokenTexts
 
@@ -21,7 +22,7 @@ class Tasks(Protocol):
     async def list_tasks(
         self, *, status: str | None, limit: int, cursor: str | None
     ) -> tuple[list[dict[str, Any]], str | None]:
-        """A page, newest first, and the cursor of the next one or None."""
+        """A page, newest first, and the cursor of the next one or None. Each task says its run, too."""
 
     async def load_task(self, task_id: str) -> dict[str, Any]:
         """Raises `NotFound`."""
@@ -34,6 +35,7 @@ class Ui:
     def __init__(self, services: Services, tasks: Tasks | None = None) -> None:
         self.services = services
         self.views = ShownSessions(services)
+        self.catalogue = SessionCatalogue(services)
         self.tasks = tasks
         self.texts = TokenTexts(services.pool)
 

@@ -1,6 +1,8 @@
 -- ARGV: session ids. Returns what holds each: 'announced', its group's status, or 'none'. Of a group split into parts, the status of a
 -- part that is still undelivered, if there is one.
-local function standing(ref)
+local known = {}
+
+local function read_standing(ref)
   local group = load_packed(groups, ref)
   local status = group and group.status or 'none'
   for _, each in ipairs(with_parts(ref, group)) do
@@ -10,6 +12,11 @@ local function standing(ref)
     end
   end
   return status
+end
+
+local function standing(ref)
+  known[ref] = known[ref] or read_standing(ref)
+  return known[ref]
 end
 
 local found = {}

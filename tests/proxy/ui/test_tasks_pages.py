@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from urllib.parse import urlencode
 
 import pytest
 from selenium.webdriver.common.keys import Keys
@@ -34,7 +35,7 @@ def page(service: RunningService, path: str) -> str:
 
 def cells(text: str) -> list[list[str]]:
     """The table of rollouts, each cell without markup."""
-    rows = re.findall(r"<tr>\s*<td.*?</tr>", text, re.S)
+    rows = re.findall(r"<tr>\s*<td.*?</tr>", text[text.index("<caption>Choose two") :], re.S)
     return [
         [" ".join(re.sub(r"<.*?>", " ", cell).split()) for cell in re.findall(r"<td.*?>(.*?)</td>", row, re.S)] for row in rows
     ]
@@ -50,8 +51,8 @@ def test_each_rollout_says_how_it_went(service: RunningService) -> None:
     assert rows[1][4].startswith("3 passed, 1 failed AssertionError: IIII != IV in test_four at line 12 … all of the feedback")
     assert "agent_timeout: the agent's budget of 60 s ran out logs n1:/logs/agent.err" in rows[2][4].replace("&#39;", "'")
     assert rows[3][4].startswith("harness_crashed: pi was ended by signal 9")
-    assert [row[7:] for row in rows[:4]] == [["12.0 s", "12.0 s", "60.0 s", "6.0 s"]] * 4
-    assert rows[4][7:9] == ["12.0 s", "12.0 s"] and rows[4][10] == rows[5][8] == "–"
+    assert [row[8:] for row in rows[:4]] == [["12.0 s", "12.0 s", "60.0 s", "6.0 s"]] * 4
+    assert rows[4][8:10] == ["12.0 s", "12.0 s"] and rows[4][11] == rows[5][9] == "–"
     calls = service.request("GET", f"/sessions/{TASK}.1.1/calls").json()["calls"]
     assert rows[1][5:7] == ["1", str(len(calls[0]["completion_ids"]))]
 
@@ -71,17 +72,31 @@ def test_a_task_shows_what_was_asked_and_how_its_rewards_spread(service: Running
     assert PROBE not in text and "&lt;script&gt;" in text
 
 
-def test_rollouts_are_ordered_by_their_rewards(service: RunningService) -> None:
-    """Those without a reward come last, in the order of their numbers."""
-    for order, wanted in {"": "012345", "lowest": "120345", "highest": "021345", "sideways": "012345"}.items():
-        assert "".join(row[1] for row in cells(page(service, f"/ui/tasks/{TASK}?order={order}"))) == wanted
+def test_rollouts_are_ordered_and_filtered(service: RunningService) -> None:
+    """Those with nothing in the column come last, in the order of their numbers."""
+
+    def shown(**query: str) -> str:
+        address = f"/ui/tasks/{TASK}?{urlencode(query)}"
+        return "".join(row[1] for row in cells(page(service, address)) if len(row) > 4)
+
+    assert shown() == "012345"
+    assert (shown(sort="reward"), shown(sort="-reward"), shown(sort="-number")) == ("120345", "021345", "543210")
+    assert (shown(status="failed"), shown(at_least="0.25"), shown(q="IIII")) == ("3", "02", "1")
+    for query in ("sort=colour", "status=sideways", "order=lowest&sort=lowest"):
+        assert service.request("GET", f"/ui/tasks/{TASK}?{query}").status_code == 400
+    assert "1 cause of failure" in page(service, f"/ui/tasks/{TASK}")
 
 
-def test_tasks_are_listed_and_filtered(service: RunningService) -> None:
-    submit(service, task_id="later", instruction="Wait.", priority=1)
-    assert re.findall(r'data-item href="/ui/tasks/(.*?)"', page(service, "/ui/tasks")) == ["later", TASK]
-    assert re.findall(r'data-item href="/ui/tasks/(.*?)"', page(service, "/ui/tasks?status=running")) == [TASK]
-    assert "No task is cancelled." in page(service, "/ui/tasks?status=cancelled")
+def test_tasks_are_listed_filtered_and_ordered(service: RunningService) -> None:
+    submit(service, task_id="later", instruction="Wait.", priority=1, run="lora-8")
+
+    def shown(**query: str) -> list[str]:
+        return re.findall(r'data-item href="/ui/tasks/(.*?)"', page(service, f"/ui/tasks?{urlencode(query)}"))
+
+    assert shown() == ["later", TASK]
+    assert shown(status="running") == [TASK] and shown(run="lora-8") == ["later"] and shown(q="wait") == ["later"]
+    assert shown(sort="-reward") == [TASK, "later"] and shown(at_least="1", label="code") == [TASK]
+    assert "No task matches." in page(service, "/ui/tasks?status=cancelled")
     assert f'<a href="/ui/tasks/{TASK}">' in page(service, "/ui")
     missing = service.request("GET", "/ui/tasks/nowhere")
     assert missing.status_code == 404 and "there is no task nowhere" in missing.text
