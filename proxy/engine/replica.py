@@ -256,6 +256,8 @@ class Replica:
     """Fields of a request that it does not take, with the model and whether streamed where only that is so ("", None: always)."""
     returns_ids: dict[bool, bool] = field(default_factory=dict)
     """Whether its last reply had token ids and logprobs, by whether it was streamed."""
+    tells_cached: bool = False
+    """Its answers to what is to be scored say how many ids it had cached."""
     router: bool = False
     """Several engines answer at its URL: it takes no weights, and its plugin is not used."""
     sightings: dict[str, list[str]] = field(default_factory=dict)
@@ -278,7 +280,7 @@ class Replica:
         """It was away: another engine, or another version of it, may answer now."""
         self.refused_fields.clear()
         self.returns_ids.clear()
-        self.trainable = True
+        self.trainable, self.tells_cached = True, False
         for topic in ("fields", "ids", "thinking"):
             self.note(topic, "")
 

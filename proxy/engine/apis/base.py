@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
@@ -23,12 +23,15 @@ from proxy.engine.apis.versions import Versions
 from proxy.engine.replica import Replica, Served
 from proxy.engine.weights.vllm import LOAD_ADAPTER, SETUP, Claim, WeightApi
 from proxy.engine.wire.http import EngineHttp
-from proxy.errors import EngineUnavailable, VerbatimError
+from proxy.errors import EngineUnavailable, RequestError, VerbatimError
 from proxy.images import data_url, write_images
 from proxy.timeline import CancelScope
 from reconstruct.media import Ranges
 from reconstruct.prompt import Parent, Rendering
 from reconstruct.records import Ids
+
+if TYPE_CHECKING:
+    from proxy.engine.apis.scores import Scored, ScoringJob
 
 DETOKENIZE_CONCURRENCY = 16
 """Requests in flight at an engine that spells one group of ids at a time."""
@@ -152,6 +155,11 @@ class EngineKind(ABC):
         """Ask the engine to end the job now; `sample` then finishes with what it has. False if it cannot be asked. `again`: it was asked
         before, in vain so far."""
         return False
+
+    async def score(self, replica: Replica, job: ScoringJob, scope: CancelScope) -> Scored:
+        """The logprobs that the engine's model gives to ids which it did not sample. Raises RequestError if the engine refuses, or cannot;
+        EngineFailed for an answer that is not to be believed, EngineUnavailable if the engine was not reached."""
+        raise RequestError(f"engines of the {self.name} API give no logprobs of ids that they did not sample")
 
     async def count(self, replica: Replica, request: Request) -> int:
         """The length of the request's prompt in tokens. Raises RequestError if the engine cannot count."""

@@ -29,6 +29,7 @@ from proxy.engine.apis.json_text import IdText
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.renderer import SEED_IDS, LocalRenderer, Rendered, Tokenizer
 from proxy.engine.apis.reply import EngineChoice, EngineReply, PartialReply, PromptLogprobs, choice_at, is_visible
+from proxy.engine.apis.scores import Scored, ScoringJob, score_by_generate, score_by_plugin
 from proxy.engine.apis.versions import Versions
 from proxy.engine.apis.vllm_reply import (
     DERENDER,
@@ -53,7 +54,7 @@ from proxy.engine.replica import Replica, parse_version
 from proxy.engine.wire.http import EngineHttp
 from proxy.engine.wire.refusals import EngineError
 from proxy.errors import ContextTooLong, EngineFailed, RequestError, VerbatimError
-from proxy.timeline import INTERPRET, Within
+from proxy.timeline import INTERPRET, CancelScope, Within
 from reconstruct.errors import IdOutOfRange
 from reconstruct.prompt import Rendering
 from reconstruct.records import Ids
@@ -147,6 +148,10 @@ class VllmTokens(EngineKind):
         if _samples_by_completions(replica, job):
             return await self._sample_completion(replica, job, stream, emit)
         return await self._sample_text(replica, job, stream, emit)
+
+    async def score(self, replica: Replica, job: ScoringJob, scope: CancelScope) -> Scored:
+        by = score_by_plugin if replica.plugin else score_by_generate
+        return await by(self._http, replica, job, scope)
 
     async def abort(self, replica: Replica, job: SamplingJob, *, again: bool) -> bool:
         if _samples_by_completions(replica, job):

@@ -16,11 +16,13 @@ import numpy as np
 
 from reconstruct.records import Ids, Logprobs, shared_length
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised by every change that the other side would misread."""
 ROUTE = "/inference/verbatim/v1"
 """GET: `About`. Below `/inference`, which vLLM's `--api-key` guards."""
 SAMPLE = f"{ROUTE}/sample"
+SCORE = f"{ROUTE}/score"
+"""POST: `ScoreAsk`. The answer is `ScoreFrame`, without a length before it."""
 ABORT = f"{ROUTE}/abort"
 """POST: `Abort`, as JSON."""
 MEDIA_TYPE = "application/vnd.msgpack"
@@ -80,6 +82,33 @@ class Ask(msgspec.Struct, omit_defaults=True):
     """The experts of the parent's positions are recorded: leave them out where the prompt extends the parent."""
     images: dict[str, tuple[str, bytes]] = {}
     """Media type and bytes of the images that messages name by URLs `sha256:<hex>`, by that name."""
+
+
+class ScoreAsk(msgspec.Struct, omit_defaults=True):
+    """A request for the logprob of each of `ids` after those before it, and of the `top_k` most probable ids there. `reads_cache`: what the
+    engine has in its prefix cache need not be computed; nothing is known of it then. `images`: media type and bytes of each image, in the
+    ranges `media` of the ids."""
+
+    request_id: str
+    model: str
+    ids: bytes
+    top_k: int = 0
+    reads_cache: bool = False
+    media: list[tuple[int, int]] = []
+    images: list[tuple[str, bytes]] = []
+
+
+class ScoreFrame(msgspec.Struct, array_like=True, tag="score"):
+    """One logprob for each entry of vLLM's list, NaN where it has none of that id; `width` alternatives for each, as `Tops`. `versions` are
+    those of the one token that was sampled, and thereby of all numbers."""
+
+    cached_tokens: int
+    finish_reason: str | None
+    versions: list[tuple[str | int | None, int, int]] | None
+    logprobs: bytes
+    width: int
+    top_ids: bytes
+    top_logprobs: bytes
 
 
 class PlanFrame(msgspec.Struct, array_like=True, tag="plan"):
@@ -157,7 +186,7 @@ _decode = msgspec.msgpack.Decoder(Frame).decode
 _decode_ask = msgspec.msgpack.Decoder(Ask).decode
 
 
-def write_ask(ask: Ask) -> bytes:
+def write_ask(ask: Ask | ScoreAsk) -> bytes:
     return _encode(ask)
 
 

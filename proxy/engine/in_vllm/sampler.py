@@ -46,6 +46,7 @@ from proxy.engine.in_vllm.frames import (
     PROTOCOL,
     ROUTE,
     SAMPLE,
+    SCORE,
     Abort,
     About,
     Ancestor,
@@ -63,6 +64,7 @@ from proxy.engine.in_vllm.frames import (
 )
 from proxy.engine.in_vllm.internals import choose
 from proxy.engine.in_vllm.reply import Body, ChoiceState, Interpreter, own_logprobs
+from proxy.engine.in_vllm.scores import answer_score
 from reconstruct.media import Ranges, collapse, find_placeholders
 from reconstruct.prompt import Parent, Prompt, Rendering, plan
 from reconstruct.records import Ids, pack_ids
@@ -72,6 +74,7 @@ log = logging.getLogger("vllm.verbatim")
 
 def add_routes(app: FastAPI) -> None:
     app.add_api_route(SAMPLE, _sample, methods=["POST"])
+    app.add_api_route(SCORE, answer_score, methods=["POST"])
     app.add_api_route(ABORT, _abort, methods=["POST"])
     app.add_api_route(ROUTE, _describe, methods=["GET"])
 
@@ -169,7 +172,7 @@ class Sampler:
         self._render = state.serving_render
         self._renderer = state.online_renderer
         self._window: int = self._renderer.model_config.max_model_len
-        self._tokens = RawTokens(
+        self.tokens = RawTokens(
             engine_client,
             state.openai_serving_models,
             state.online_renderer,
@@ -177,7 +180,7 @@ class Sampler:
             return_tokens_as_token_ids=args.return_tokens_as_token_ids,
             **choose(ServingTokens.__init__, online_derenderer=state.online_derenderer),
         )
-        self._interpreter = Interpreter(self._tokens, state, args)
+        self._interpreter = Interpreter(self.tokens, state, args)
 
     async def sample(self, ask: Ask, raw: Request) -> AsyncIterator[bytes] | ErrorResponse:
         """The frames of the answer, or vLLM's refusal. Raises what vLLM's handlers raise."""
@@ -185,7 +188,7 @@ class Sampler:
             planned = await self._plan(ask, raw)
         except VllmRefused as refused:
             return refused.error
-        results = await self._tokens.serve_tokens(planned.request, raw)
+        results = await self.tokens.serve_tokens(planned.request, raw)
         return results if isinstance(results, ErrorResponse) else self._write(ask, planned, results)
 
     # The prompt

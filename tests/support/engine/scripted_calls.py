@@ -132,8 +132,9 @@ class SamplingCalls:
             if unknown:
                 raise Refused(bad(f"Token id {max(body['token_ids'])} is out of vocabulary", None))
             asked = body["sampling_params"]
-            if asked.get("prompt_logprobs") is not None and asked.get("skip_reading_prefix_cache") is False:
-                # Once the prompt is in its cache, vLLM's engine dies of it.
+            reads_cache = asked.get("prompt_logprobs") is not None and asked.get("skip_reading_prefix_cache") is False
+            if reads_cache and asked.get("detokenize", True):
+                # Once the prompt is in its cache, vLLM's engine dies of spelling what stands there.
                 raise Refused(ENGINE_ERROR)
             # A real engine takes a client's word for what they show.
             assert not body.get("features"), "features of images were passed on"
@@ -146,9 +147,13 @@ class SamplingCalls:
         except ImagesRefused as error:
             await exchange.fail(bad(error.message, error.param))
             return
+        cached = self._engine.find_cached(ids) if reads_cache else 0
         name = f"generate-tokens-{request_id(exchange, body)}"
         generation = self._generation(exchange, body, name, ids, body["sampling_params"])
         generation.placeholders = ranges
+        generation.bend_scores = self._engine.bend_scores
+        if reads_cache:
+            generation.cached_tokens = cached
         await self._sample(exchange, generation, self._generate_answer(exchange, generation))
 
     def _generate_answer(self, exchange: Exchange, generation: Generation) -> Answer:

@@ -39,11 +39,24 @@ def prompt_logprobs(generation: Generation) -> list[dict[str, Any] | None] | Non
     if generation.sampling.get("prompt_logprobs") is None or generation.stream:
         return None
     told = zip(generation.prompt_ids, given_logprobs(generation.prompt_ids), strict=True)
-    return [None if value is None else {str(token): _entry(value)} for token, value in told]
+    width = max(1, generation.sampling["prompt_logprobs"])
+    listed = [None if value is None else list_alternatives(token, value, width) for token, value in told]
+    if generation.path == "/inference/v1/generate":
+        for at in range(1, min(generation.cached_tokens + 1, len(listed))):
+            # What was in memory there.
+            listed[at] = {"-1056772646": _entry(902171.0, 1)}
+        if generation.bend_scores is not None:
+            listed = generation.bend_scores(generation, listed)
+    return listed
 
 
-def _entry(logprob: float) -> dict[str, Any]:
-    return {"logprob": logprob, "rank": 1, "decoded_token": None}
+def list_alternatives(token: int, logprob: float, width: int) -> dict[str, Any]:
+    """The token is the likeliest, and those of the next ids follow, each one nat less likely."""
+    return {str(token + at): _entry(logprob - at, at + 1) for at in range(width)}
+
+
+def _entry(logprob: float, rank: int) -> dict[str, Any]:
+    return {"logprob": logprob, "rank": rank, "decoded_token": None}
 
 
 def routed_experts(generation: Generation, index: int) -> str | None:

@@ -39,6 +39,8 @@ from tests.support.service.prompt_server import PromptServer
 __all__ = ["Drop", "Fail", "Generation", "Hang", "Received", "Reply", "Say", "ScriptedEngine", "logprobs_of"]
 
 MODEL = "policy"
+BLOCK = 16
+"""Ids that its prefix cache keeps together."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,8 @@ class ScriptedEngine:
         self.names_window = names_window
         self.cached_tokens = 0
         """What the engine says of every prompt that it had cached."""
+        self.bend_scores: Callable[[Generation, list[Any]], list[Any]] | None = None
+        """What it makes of the logprobs of a prompt that it was asked to score."""
         self.most_images = most_images
         """How many images a prompt may have; 0: the model takes none."""
         self.routes = False
@@ -218,6 +222,12 @@ class ScriptedEngine:
             reply = self._default(generation, index)
         return Say(reply) if isinstance(reply, str) else reply
 
+    def find_cached(self, ids: Sequence[int]) -> int:
+        """How many of these ids it has computed before, in whole blocks; never all of them."""
+        before = [generation.prompt_ids for generation in self.generations]
+        shared = max((_count_shared(ids, known) for known in before), default=0)
+        return min(shared, len(ids) - 1) // BLOCK * BLOCK
+
     @property
     def names(self) -> list[str]:
         """What it is asked for."""
@@ -232,7 +242,7 @@ class ScriptedEngine:
 
     def reset(self) -> Self:
         """Forget scripts and records; the weights and their label stay."""
-        self.received, self.generations, self.script, self.cached_tokens = [], [], None, 0
+        self.received, self.generations, self.script, self.cached_tokens, self.bend_scores = [], [], None, 0, None
         self.routes, self.adds, self.contacts, self.shows_contact = False, {}, [], False
         self.parses_itself = False
         self._replies.clear()
@@ -373,6 +383,12 @@ class ScriptedEngine:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def _count_shared(left: Sequence[int], right: Sequence[int]) -> int:
+    return next(
+        (at for at, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]), min(len(left), len(right))
+    )
 
 
 async def misfortune(exchange: Exchange, fault: Fail | Drop | Hang) -> None:

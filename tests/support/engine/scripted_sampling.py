@@ -11,7 +11,7 @@ import random
 import struct
 import threading
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +82,8 @@ class Generation:
     stream: bool
     cached_tokens: int = 0
     routes: bool = False
+    bend_scores: Callable[[Generation, list[Any]], list[Any]] | None = None
+    """What becomes of the logprobs of its prompt."""
     placeholders: list[dict[str, int]] = field(default_factory=list)
     """The ranges of its images."""
     sampled: dict[int, list[int]] = field(default_factory=dict)
