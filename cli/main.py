@@ -24,6 +24,7 @@ from cli import (
     node,
     run,
     runs,
+    score,
     serve,
     sessions,
     tasks,
@@ -48,6 +49,7 @@ app.command("generate", short_help="Sample until enough attempts pass.")(generat
 app.command("fork", short_help="Run a session's task again from one of its calls.")(fork.fork)
 app.command("env", short_help="Open a session and print a harness's settings for it.")(env.env)
 app.command("audit", short_help="Check a session's tree, tokens and logprobs.")(audit.audit)
+app.command("score", short_help="Have a scorer judge what a closed session sampled.")(score.score)
 app.command("doctor", short_help="Check what works here and what to fix.")(doctor.doctor)
 app.command("view", short_help="Save a session's page as one HTML file.")(sessions.view)
 app.command("export", short_help="Write closed sessions to files.")(export.export)

@@ -128,6 +128,8 @@ class RunFields(Wire):
     id minted into it proves which one is meant. Default: the service's setting."""
     lookahead: Lookahead | None = None
     """Samples several candidates for each reply and gives the harness the best of them."""
+    scores: Annotated[tuple[Name, ...], MaxLen(16), LIST_OR_TUPLE] = ()
+    """The scorers that are asked about its sampled tokens: names of the service's setting `scorers`. Its group waits for them."""
     run: RunName = DEFAULT_RUN
     """The training run or experiment that it belongs to: what `GET /run` counts separately."""
 
@@ -289,6 +291,7 @@ _EXAMPLE: dict[str, Any] = {
         "echo_policy": "strict",
         "replay": None,
         "lookahead": None,
+        "scores": [],
     },
     **{"max_calls": None, "max_completion_tokens": None, "max_total_tokens": None, "status": "completed", "calls": 2},
     **{"reward": 1.0, "per_call": {}, "per_branch": {}, "reward_metadata": {}, "error": None},

@@ -19,9 +19,23 @@ from functools import cache, partial
 from fastapi import APIRouter, FastAPI
 from fastapi.concurrency import run_in_threadpool
 
-from proxy.api import archive, batches, calls, dead_letters, engines, groups, media, projects, run, runs, sessions, weights
+from proxy.api import (
+    archive,
+    batches,
+    calls,
+    dead_letters,
+    engines,
+    groups,
+    media,
+    projects,
+    run,
+    runs,
+    scores,
+    sessions,
+    weights,
+)
 from proxy.api.admission import reclaim_places
-from proxy.api.closing import build_group_defaults, choose_sweep_interval, close_idle, finish_announced
+from proxy.api.closing import build_group_defaults, choose_sweep_interval, close_idle, fill_group, finish_announced
 from proxy.api.openapi import build_document
 from proxy.api.requests import install_error_handlers
 from proxy.auth import Tokens, is_loopback
@@ -43,6 +57,8 @@ from proxy.metrics import Metrics
 from proxy.outbound import Outbound
 from proxy.projects import Projects
 from proxy.retention import Retention
+from proxy.scoring.hook import ScoreHook
+from proxy.scoring.scoring import Scoring
 from proxy.services import Services
 from proxy.settings import Settings
 from proxy.store.archive import ArchiveStore
@@ -50,6 +66,7 @@ from proxy.store.connection import StoreConnection, load_scripts
 from proxy.store.delivery import DeliveryStore
 from proxy.store.media import MediaStore
 from proxy.store.projects import ProjectStore
+from proxy.store.score_jobs import ScoreJobStore
 from proxy.store.scores import ScoreStore
 from proxy.store.service import EngineStore, LogOuts, PeerStore, RedisClock, RetentionStore, WeightStore
 from proxy.store.sessions import SessionStore
@@ -104,7 +121,7 @@ def _read_install() -> None:
 def build_control_router() -> APIRouter:
     """Sessions, batches, weights, engines and health. Its errors need `proxy.api.requests.install_error_handlers(app)`."""
     router = APIRouter()
-    for part in (sessions, calls, media, archive, projects, groups, dead_letters, batches, weights, run, runs, engines):
+    for part in (sessions, calls, scores, media, archive, projects, groups, dead_letters, batches, weights, run, runs, engines):
         router.routes.extend(part.router.routes)
     router.routes.extend(engines.health_router.routes)
     return router
@@ -151,8 +168,10 @@ def build_services(settings: Settings, store: StoreConnection, limits: ProcessLi
             ForkHook(Replays(pool, sessions, cache, metrics)),
             LookaheadHook(pool, outbound),
             ImageHook(ImageCache(media, limits.image_cache_bytes), pool.kinds),
+            ScoreHook(settings.scorers, lambda: services.scoring),
         ),
     )
+    services.scoring = Scoring(services, ScoreJobStore(store), fill_group)
     metrics.watch_engines(lambda: [*pool.replicas, *pool.draining], pool.seats.depths)
     metrics.watch(lambda: len(services.inflight))
     metrics.watch_sessions(services.cache)
@@ -174,6 +193,7 @@ async def _lifespan(
     retention = asyncio.create_task(Retention(services, RetentionStore(store)).run())
     try:
         async with AsyncExitStack() as stack:
+            await stack.enter_async_context(services.scoring.running())
             for addition in additions:
                 await stack.enter_async_context(addition.running())
             yield

@@ -25,6 +25,7 @@ from proxy.auth import check_token, is_loopback, token_in, tokens_in
 from proxy.builders import plugins as builders
 from proxy.engine.kinds import plugins as engine_kinds
 from proxy.engine.wire.tls import build_client_tls
+from proxy.scoring.scorers import Scorer, ScorerName, ScoringLimits
 from reconstruct.extras import how_to_install
 from reconstruct.roles import RoleRule
 
@@ -325,6 +326,16 @@ class Settings(BaseSettings):
     session_cache_bytes: int | None = Field(None, ge=0)
     """Estimated memory for these trees in one process; the least recently used go first, their texts before the rest. Default: a quarter of
     the memory of the machine, or of its container, divided among the processes."""
+
+    scorers: dict[ScorerName, Scorer] = Field(default_factory=dict)
+    """Who is asked for the logprobs of sampled tokens, by names that sessions use in `scores` ([Scores](scores.md)):
+    {"teacher": {"policy": "teacher", "top_k": 8, "at": "close", "required": true}}. `policy`: whose engines; "" is the default policy.
+    `at`: close, of sessions that name it; demand; or call, which asks the policy that sampled while its version serves. `when`: always, or
+    of calls under a grammar. `top_k`: so many alternatives a token. `required`: a session without its scores is not usable."""
+    scoring: ScoringLimits = ScoringLimits()
+    """What scoring may take. `at_once`: sessions that one process scores at a time, each with one request to an engine. `timeout_seconds`:
+    how long a session's scores are tried for; then its tokens stay without, and the reason is stored. `request_seconds`: how long one
+    request may take."""
 
     builder: str = Field("merged", validate_default=True)
     """How sessions become training rows: merged (one row per branch), per_call (one per call), or the name of your own in the entry-point

@@ -73,6 +73,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "max_total_tokens": "its budget",
         "replay": "what it replays, if it is a [fork](../forks.md)",
         "lookahead": "how its [candidates](../forks.md#lookahead) are chosen",
+        "scores": "the [scorers](../scores.md) that were asked about its tokens",
         "reward": "null: none",
         "per_call": "rewards of calls",
         "per_branch": "rewards of branches, by their last calls",

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from proxy.engine.weights.keeper import WeightMetrics
 from proxy.metrics import Metrics
+from proxy.scoring.metrics import ScoreMetrics
 from proxy.tasks.metrics import RolloutNumbers
 
 HEAD = """# Metrics
@@ -30,6 +31,7 @@ def _list_families() -> Iterator[str]:
     metrics.watch_sessions(cast(Any, _NoSessions()))
     metrics.watch_engines(tuple, dict)
     WeightMetrics(metrics.registry, tuple)
+    ScoreMetrics(metrics.registry)
     metrics.registry.register(RolloutNumbers(cast(Any, None)))
     for collector in list(metrics.registry._collector_to_names):
         for family in collector.collect():

@@ -97,9 +97,12 @@ async def delete_session(services: Services, session_id: str) -> None:
 
 
 async def fill_group(services: Services, state: SessionState) -> str:
-    """Put a frozen session into its group. Returns the group's state, "waiting" if a completed session lacks its reward, or "untrained"."""
+    """Put a frozen session into its group. Returns the group's state, "waiting" if it lacks scores, or a completed session its reward, or
+    "untrained"."""
     session_id = state.info.session_id
-    if not state.info.trained or (state.status == "completed" and state.reward is None):
+    # Scored while it waits for its reward: its jobs are stored before the announcement is retracted.
+    unscored = _wants_scores(state) and await services.scoring.hold_back(state)
+    if not state.info.trained or unscored or (state.status == "completed" and state.reward is None):
         await services.delivery.retract(session_id)
         return "waiting" if state.info.trained else "untrained"
     member, outcomes = await _build_member(services, state)
@@ -239,11 +242,18 @@ async def _build_member(services: Services, state: SessionState) -> tuple[GroupM
     usable = (
         state.status in RUN_ENDED and state.reward is not None and bool(by_policy) and _keeps_enough(services, state, built)
     )
+    if usable and _wants_scores(state) and (reason := await services.scoring.find_failed(state)):
+        log.warning("session %s is not usable: %s", session_id, reason)
+        usable = False
     default = by_policy.pop("", PolicyRows(0, 0))
     complete = built.accounting.complete
     counted = (default.rows, default.oldest_version, by_policy, complete)
     member = GroupMember(session_id, usable, state.reward, *counted, state.info.run)
     return member, await _measure_outcomes(services, state, built)
+
+
+def _wants_scores(state: SessionState) -> bool:
+    return bool(state.info.scores) and state.info.trained and state.status in RUN_ENDED
 
 
 def _sum_up(built: rows.Built) -> TokenSums:

@@ -44,6 +44,7 @@ from proxy.auth import mint_key
 from proxy.dialects.catalogue import base_urls
 from proxy.errors import Conflict, NoCalls, NotFound, RequestError
 from proxy.projects import claim, name_group
+from proxy.scoring.scorers import check_scores
 from proxy.services import Services
 from proxy.settings import Settings
 from proxy.store.states import SessionInfo, SessionState
@@ -121,6 +122,7 @@ async def open_new(services: Services, body: NewSession, hung_up: Callable[[], A
         replay = replace(replay, on_divergence=asked.on_divergence, tokens_per_second=asked.tokens_per_second)
     if body.lookahead is not None:
         check_judge(services, body.lookahead)
+    check_scores(services.settings.scorers, body.scores)
     api_key, key_hash = mint_key(session_id)
     info = SessionInfo(
         session_id,

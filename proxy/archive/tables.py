@@ -21,7 +21,7 @@ Rewards = tuple[float | None, tuple[tuple[str, float], ...], tuple[tuple[str, fl
 """A session's reward, and those of its calls and branches: what may still change once it is closed."""
 
 SCHEMA = "verbatim-archive"
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 
 TRAJECTORIES = {
     "trajectory_id": "string",
@@ -77,6 +77,7 @@ SESSIONS = {
     "max_total_tokens": "int64",
     "replay": "json",
     "lookahead": "json",
+    "scores": "json",
     "reward": "float64",
     "per_call": "json",
     "per_branch": "json",
@@ -105,7 +106,7 @@ TABLES = {"sessions": SESSIONS, "records": RECORDS, "trajectories": TRAJECTORIES
 
 _ARRAYS = {"token_ids": "<i4", "loss_mask": "i1", "logprobs": "<f4"}
 _DETAILS = {"top_token_ids": "<i4", "top_logprobs": "<f4", "prompt_logprobs": "<f4", "routed_experts": "<i2"}
-_JSON = ("per_call", "per_branch", "reward_metadata", "metadata", "sampling", "replay", "lookahead", "intents")
+_JSON = ("per_call", "per_branch", "reward_metadata", "metadata", "sampling", "replay", "lookahead", "scores", "intents")
 _PLAIN = (
     *("session_id", "created_at", "closed_at", "updated_at", "status", "task_id", "group_id", "group_size", "reward"),
     *("error", "calls", "run", "project", "trained", "echo_policy", "max_calls", "max_completion_tokens", "max_total_tokens"),

@@ -1,4 +1,4 @@
-"""Where a feature joins a call: at four points, from a room of its own. This knows no feature.
+"""Where a feature joins a call: at five points, from a room of its own. This knows no feature.
 
 A hook is asked once per call whether it joins; a call that none joins pays nothing. Sampled tokens are never lost to a feature: what a hook
 raises after sampling becomes the error that the harness gets, and the tokens are recorded.
@@ -15,12 +15,13 @@ from typing import ClassVar
 import msgspec
 
 from proxy.call.draft import Draft
-from proxy.call.phases import NO_HOOKS, Arrival, Hooks, Sampled
+from proxy.call.phases import NO_HOOKS, Admitted, Arrival, Hooks, Sampled
 from proxy.dialects.base import Request
 from proxy.engine.apis.reply import EngineChoice
 from proxy.engine.replica import Replica
 from proxy.errors import Conflict, NotFound, StoreUnavailable, VerbatimError
 from proxy.store.states import SessionInfo
+from reconstruct.records import Call
 
 _encode = msgspec.json.Encoder().encode
 
@@ -49,6 +50,9 @@ class CallHook:
         """May store what the records will refer to. Raises Conflict, NotFound and StoreUnavailable, as the commit does: then nothing is
         recorded, and the call stays dangling."""
 
+    def after_commit(self, call: Admitted, records: Sequence[Call]) -> None:
+        """The records are stored. May begin what nobody waits for; must not raise."""
+
 
 def choose_hooks(hooks: Sequence[CallHook], info: SessionInfo, request: Request) -> Hooks:
     """Those that join the call: NO_HOOKS for nearly all calls."""
@@ -64,6 +68,7 @@ def choose_hooks(hooks: Sequence[CallHook], info: SessionInfo, request: Request)
         tuple(hook.before_sampling for hook in joining if _overrides(hook, "before_sampling")),
         tuple(hook.after_sampling for hook in joining if _overrides(hook, "after_sampling")),
         tuple(hook.before_commit for hook in joining if _overrides(hook, "before_commit")),
+        tuple(hook.after_commit for hook in joining if _overrides(hook, "after_commit")),
     )
 
 

@@ -82,6 +82,7 @@ class Hooks(msgspec.Struct, frozen=True):
     before_sampling: tuple[Callable[[Draft, Request, Replica], Awaitable[None]], ...] = ()
     after_sampling: tuple[Callable[[Sampled], Awaitable[Sampled]], ...] = ()
     before_commit: tuple[Callable[[Sampled], Awaitable[None]], ...] = ()
+    after_commit: tuple[Callable[[Admitted, Sequence[Call]], None], ...] = ()
 
 
 NO_HOOKS = Hooks()

@@ -119,6 +119,8 @@ async def run_call(call: Admitted, emit: Emit, services: Services) -> Reply:
         found = confirm_parent(call.session, sampled.placed.found, sampled.prompt_ids)
         records = build_records(sampled, found, choices, services)
         total = await commit(call, records, services)
+        for hook in call.hooks.after_commit:
+            hook(call, records)
         call.timeline.begin(REPLY)
         remember(sampled, found, records, total, services)
         warn_of_renderings(sampled.placed.replica, records, choices)

@@ -76,6 +76,13 @@ Weights, all in the slot of `{weights}`, kept for good. Those of other policies 
     vb:{weights}:fence     string  greatest fencing token that a holder of the lock was given
     vb:{weights}:identity  string  this store's name among those whose services update the same engine; one for all policies
 
+What is still to be scored, all in the slot of `{scores}`; a job is `<scorer>=<session_id>`, kept until it is done:
+
+    vb:{scores}:due        zset    job, by when it may be taken: a job that is worked at, by when another process may take it
+    vb:{scores}:jobs       hash    job -> ScoreJob (msgpack) of proxy/store/score_jobs.py
+    vb:{scores}:taken      hash    job -> how often it was taken
+    vb:{scores}:asked      hash    job -> how often it was asked for
+
 Engines added at run time, in their own slot; kept until they are removed:
 
     vb:engines             hash    name -> StoredEngine (msgpack): URL or watched name, policy
@@ -111,6 +118,10 @@ LEVEL = "vb:level"
 PROCESSES = "vb:processes"
 ENGINES = "vb:engines"
 PROJECTS = "vb:projects"
+SCORES_DUE = "vb:{scores}:due"
+SCORES_JOBS = "vb:{scores}:jobs"
+SCORES_TAKEN = "vb:{scores}:taken"
+SCORES_ASKED = "vb:{scores}:asked"
 CUTS = "vb:cuts"
 
 

@@ -24,6 +24,7 @@ FEATURES: Mapping[str, Callable[[SessionInfo], bool]] = {
     "fork": lambda info: info.replay is not None,
     "lookahead": lambda info: info.lookahead is not None,
     "roles": lambda info: bool(info.role_rules),
+    "scores": lambda info: bool(info.scores),
     "untrained": lambda info: not info.trained,
 }
 """What a process has to understand of a session, and which sessions need it: whoever adds a field that changes what a call or a row is
@@ -67,6 +68,8 @@ class SessionState(SessionProgress, LastEvents):
     """A session as it stands. It is `restoring` during an import."""
 
     info: SessionInfo
+    leased: bool = False
+    """A trainer has, or had, its rows."""
     scored: bool = False
     """It has scores (`proxy.store.scores`)."""
     accounting: TokenSums | None = None
@@ -119,6 +122,7 @@ def parse_state(snapshot: Any) -> SessionState | None:
         updated_at=float(fields[b"updated_at"]),
         unserved=unpack_versioned(fields[b"unserved"], Unserved) if b"unserved" in fields else None,
         replayed_at=float(fields[b"replayed_at"]) if b"replayed_at" in fields else None,
+        leased=b"leased" in fields,
         scored=b"scored" in fields,
         accounting=unpack_versioned(fields[b"accounting"], TokenSums) if b"accounting" in fields else None,
     )

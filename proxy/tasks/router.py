@@ -27,6 +27,7 @@ from contract.tasks import Task
 from proxy.api import forks
 from proxy.api.requests import JsonBody, json_response, parse_aside, require_admin, require_node
 from proxy.errors import NotFound, RequestError, StoreUnavailable
+from proxy.scoring.scorers import check_scores
 from proxy.services import Services
 from proxy.store.tasks.tasks import TaskStore
 from proxy.store.tasks.values import Event
@@ -163,6 +164,7 @@ def build_task_router(store: TaskStore, read_task: Callable[[bytes], tuple[Task,
         """Its rollouts wait for nodes. A string for `harness`, `runtime` or `evaluator` stands for an object with that name. Submitting the
         same body under the same `task_id` again is 200 and changes nothing."""
         task, digest = await parse_aside(raw, read_task)
+        check_scores(services.settings.scorers, task.scores)
         # What an earlier submission replays may be gone by now.
         if task.fork is not None and not await store.holds(task.task_id):
             await check_fork(services, task.fork)

@@ -129,7 +129,7 @@ async def running(url: str, **options: Any) -> AsyncIterator[Service]:
 
 @pytest.fixture
 async def service(redis_url: str) -> AsyncIterator[Service]:
-    async with running(redis_url) as made:
+    async with running(redis_url, scorers={"teacher": {}, "later": {"at": "demand"}}) as made:
         yield made
 
 
@@ -152,6 +152,7 @@ EACH_FIELD: dict[str, Any] = {
     **{"group_policy": "allow_partial", "group_minimum": 2, "zero_variance": "drop", "max_quarantined_share": 0.25},
     **{"group_replacements": False, "max_calls": 3, "max_completion_tokens": 40, "max_total_tokens": 500, "replay": None},
     "run": "grpo-3",
+    "scores": ["teacher"],
     "lookahead": {"n": 2, "choose": "http", "model": None, "url": "http://judge/", "roles": ["main"], "timeout_seconds": 5.0},
 }
 

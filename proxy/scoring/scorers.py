@@ -1,0 +1,58 @@
+"""What an operator says of scorers, and which of them a session may name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field, StringConstraints, model_validator
+
+from proxy.errors import RequestError
+
+ScorerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+"""It becomes part of the names of columns."""
+
+
+class Scorer(BaseModel, frozen=True, extra="forbid"):
+    """A policy of the pool, and how it is asked for the logprobs of sampled tokens."""
+
+    policy: str = ""
+    top_k: int = Field(default=0, ge=0, le=128)
+    at: Literal["call", "close", "demand"] = "close"
+    tokens: Literal["sampled"] = "sampled"
+    required: bool = True
+    when: Literal["always", "grammar"] = "always"
+
+    @model_validator(mode="after")
+    def _check_call(self) -> Scorer:
+        if self.at == "call" and self.policy:
+            raise ValueError("at call the policy that sampled is asked, while its version serves: leave policy out")
+        if self.at == "call" and self.when != "grammar":
+            raise ValueError("at call raw logprobs are asked for where a grammar masked them: set when to grammar")
+        return self
+
+    @property
+    def same_version(self) -> bool:
+        """Whether only the weights that sampled a token may score it."""
+        return self.at == "call"
+
+
+class ScoringLimits(BaseModel, frozen=True, extra="forbid"):
+    """What scoring may take."""
+
+    at_once: int = Field(default=2, ge=1, le=1024)
+    timeout_seconds: float = Field(default=3600.0, gt=0, allow_inf_nan=False)
+    request_seconds: float = Field(default=300.0, gt=0, allow_inf_nan=False)
+
+
+def check_scores(scorers: Mapping[str, Scorer], names: Sequence[str]) -> None:
+    """Raises RequestError for a scorer that a session or a task cannot name."""
+    for name in names:
+        if name not in scorers:
+            known = ", ".join(sorted(scorers)) or "none"
+            raise RequestError(f"scores: there is no scorer {name!r} in VERBATIM_SCORERS; there are: {known}", param="scores")
+        if scorers[name].at == "demand":
+            raise RequestError(
+                f"scores: {name!r} is asked on demand alone: POST /sessions/ID/scores once the session is closed",
+                param="scores",
+            )

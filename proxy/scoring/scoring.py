@@ -1,0 +1,234 @@
+"""Scoring: the jobs of one process, and what a session that is closed still waits for.
+
+A closed session that names scorers does not join its group before each of its calls has a score of each of them, or the reason why it has
+none: `hold_back` puts the jobs into the store, before anything else lets go of the session, and whoever does the last of them fills the
+group. A job is taken for a while and kept by renewing that, so what a dead process took is taken again. Doing a job twice stores nothing
+twice: a call that has a score keeps it.
+
+A job that fails is tried again, less and less often, until it is `timeout_seconds` old. Then the calls that are left get the reason in
+place of a score, which is the end of it: a session that requires the scorer is not usable in its group, another one is delivered with that
+reason. `POST /sessions/{id}/scores` tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING
+
+from contract.attempts import ENDED
+from proxy import rows
+from proxy.errors import Conflict, EngineFailed, EngineUnavailable, NotFound, StoreUnavailable, VerbatimError
+from proxy.scoring.metrics import ScoreMetrics
+from proxy.scoring.plan import find_wanted
+from proxy.scoring.scorers import Scorer
+from proxy.scoring.vocabulary import Vocabularies
+from proxy.scoring.work import SessionScoring
+from proxy.store.keys import StoredValueError
+from proxy.store.score_jobs import ScoreJob, ScoreJobStore, TakenJob
+from proxy.store.states import SessionInfo, SessionState
+from reconstruct.accounting import Settled
+from reconstruct.errors import ReconstructError
+from reconstruct.records import Call
+from reconstruct.scores import Scores
+
+if TYPE_CHECKING:
+    from proxy.services import Services
+
+log = logging.getLogger(__name__)
+
+TAKEN_SECONDS = 15.0
+"""How long a job is taken for: that long it lies when its process dies. It is renewed three times in that time."""
+LOOK_SECONDS = 2.0
+"""How often a process that has nothing to score looks for jobs of other processes."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0
+"""Seconds before a job that failed is tried again: they double."""
+
+UNKNOWN = Scorer()
+"""Stands for a scorer that a session names and the settings do not have any more."""
+
+
+class Scoring:
+    """`fill` puts a closed session into its group, if nothing holds it back."""
+
+    def __init__(
+        self, services: Services, jobs: ScoreJobStore, fill: Callable[[Services, SessionState], Awaitable[str]]
+    ) -> None:
+        self._services = services
+        self._jobs = jobs
+        self._fill = fill
+        self._metrics = ScoreMetrics(services.metrics.registry)
+        self._vocabularies = Vocabularies(services.pool.kinds)
+        self._woken = asyncio.Event()
+
+    @property
+    def _scorers(self) -> Mapping[str, Scorer]:
+        return self._services.settings.scorers
+
+    async def ask(self, info: SessionInfo, name: str, *, again: bool = False) -> None:
+        """Have the session scored; `again`: also the calls that could not be before. Returns once that is sure to happen."""
+        now = await self._services.clock.now()
+        await self._jobs.add(ScoreJob(info.session_id, info.created_at, name, now, again))
+        self._woken.set()
+
+    async def find_job(self, session_id: str, name: str) -> ScoreJob | None:
+        return await self._jobs.find(session_id, name)
+
+    async def hold_back(self, state: SessionState) -> bool:
+        """Whether the closed session's group waits for scores; then jobs for them are stored."""
+        missing = await self._find_missing(state)
+        for name, calls in missing.items():
+            if calls:
+                await self.ask(state.info, name)
+        return any(missing.values())
+
+    async def find_failed(self, state: SessionState) -> str:
+        """Why the session, which `hold_back` does not hold back, has not all scores that are required; "" if it has."""
+        scores = await self._services.scores.load(state.info.session_id)
+        for name in state.info.scores:
+            if self._scorers.get(name, UNKNOWN).required:
+                for call_id, by_scorer in scores.items():
+                    if name in by_scorer and by_scorer[name].error:
+                        return f"unscored by {name}: {by_scorer[name].error or call_id}"
+        return ""
+
+    async def _find_missing(self, state: SessionState) -> dict[str, list[Call]]:
+        """The calls without a score, by scorer. None of a session whose records contradict each other: it has no rows."""
+        try:
+            settled = (await rows.session_rows(self._services, state)).settled
+        except ReconstructError:
+            return {}
+        scores = await self._services.scores.load(state.info.session_id)
+        return {name: _leave_scored(settled, self._scorers.get(name), name, scores) for name in state.info.scores}
+
+    # The jobs of this process
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Inside, jobs are done, `at_once` of them at a time."""
+        if not self._scorers:
+            yield
+            return
+        workers = [asyncio.create_task(self._work()) for _ in range(self._services.settings.scoring.at_once)]
+        try:
+            yield
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
+    async def _work(self) -> None:
+        while True:
+            taken = None
+            # Before it looks: what is added from here on wakes it.
+            self._woken.clear()
+            try:
+                taken = await self._jobs.take(TAKEN_SECONDS)
+                if taken is None:
+                    self._metrics.show_queue(await self._jobs.count())
+                else:
+                    await self._keep_while(taken)
+            except (StoreUnavailable, StoredValueError) as error:
+                log.warning("scoring is postponed: %s", error)
+                await asyncio.sleep(LOOK_SECONDS)
+            except Exception:
+                log.exception("a scored session is finished later")
+            if taken is None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_SECONDS):
+                        await self._woken.wait()
+
+    async def _keep_while(self, taken: TakenJob) -> None:
+        """Do the job, and end when another process has taken it, which it does if this one's renewals do not arrive."""
+        doing = asyncio.create_task(self._do(taken))
+        try:
+            while not (await asyncio.wait({doing}, timeout=TAKEN_SECONDS / 3))[0]:
+                if not await self._jobs.keep(taken, TAKEN_SECONDS):
+                    return
+            await doing
+        except asyncio.CancelledError:
+            # The process stops: another one goes on at once.
+            with contextlib.suppress(StoreUnavailable):
+                await self._jobs.keep(taken, 0.0)
+            raise
+        finally:
+            doing.cancel()
+            await asyncio.gather(doing, return_exceptions=True)
+
+    async def _do(self, taken: TakenJob) -> None:
+        job = taken.job
+        state = await self._services.sessions.load(job.session_id)
+        if state is None or state.info.created_at != job.created_at:
+            await self._jobs.settle(taken)
+            return
+        try:
+            await self._score(taken, state)
+        except (EngineUnavailable, EngineFailed, TimeoutError) as error:
+            # A store that is away is not among them: the job is taken again.
+            reason = "timeout" if isinstance(error, TimeoutError) else "engine"
+            self._metrics.count_failure(job.scorer, reason)
+            said = "no answer in time" if isinstance(error, TimeoutError) else error.message
+            log.warning("session %s: not scored by %s yet: %s", job.session_id, job.scorer, said)
+            await self._jobs.keep(taken, min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(taken.number, 10)))
+            return
+        except (NotFound, Conflict, ReconstructError) as error:
+            # It is deleted, a trainer has its rows, which stay as they are, or it has none.
+            log.warning("session %s: not scored by %s: %s", job.session_id, job.scorer, error)
+        except StoreUnavailable:
+            raise
+        except Exception:
+            log.exception("session %s could not be scored by %s, and is tried again", job.session_id, job.scorer)
+            await self._jobs.keep(taken, LONGEST_PAUSE)
+            return
+        await self._finish(taken)
+
+    async def _score(self, taken: TakenJob, state: SessionState) -> None:
+        """Raises as `SessionScoring.run`, until the job is too old: then its calls have no score for good."""
+        job, scorer = taken.job, self._scorers.get(taken.job.scorer)
+        settled = (await rows.session_rows(self._services, state)).settled
+        scores = await self._services.scores.load(job.session_id)
+        calls = _leave_scored(settled, scorer, job.scorer, scores, again=job.again)
+        work = SessionScoring(
+            self._services, self._metrics, self._vocabularies, state.info, job.scorer, scorer or UNKNOWN, redo=job.again
+        )
+        try:
+            if scorer is None:
+                raise EngineUnavailable(f"there is no scorer {job.scorer!r} in VERBATIM_SCORERS")
+            await work.run(settled.forest, calls)
+        except (NotFound, Conflict, StoreUnavailable):
+            raise
+        except Exception as error:
+            limit = self._services.settings.scoring.timeout_seconds
+            if taken.now - job.since < limit:
+                raise
+            scores = await self._services.scores.load(job.session_id)
+            left = _leave_scored(settled, scorer, job.scorer, scores)
+            self._metrics.count_failure(job.scorer, "gave_up", len(left))
+            said = "no answer in time" if isinstance(error, TimeoutError) else str(error)
+            await work.give_up(left, f"not scored within {limit:g} s: {said}")
+
+    async def _finish(self, taken: TakenJob) -> None:
+        """The session goes on to its group before the job is forgotten: whoever dies in between leaves a job that finds nothing to do."""
+        state = await self._services.sessions.load(taken.job.session_id)
+        if state is not None and state.status in ENDED and taken.job.scorer in state.info.scores:
+            try:
+                await self._fill(self._services, state)
+            except StoreUnavailable:
+                raise
+            except VerbatimError as error:
+                log.warning("session %s was scored and did not join its group: %s", taken.job.session_id, error.message)
+        await self._jobs.settle(taken)
+
+
+def _leave_scored(
+    settled: Settled, scorer: Scorer | None, name: str, scores: Mapping[str, Scores], *, again: bool = False
+) -> list[Call]:
+    """The calls that a scorer is asked about and has not scored; `again`: or could not."""
+
+    def is_missing(call: Call) -> bool:
+        score = scores.get(call.call_id, {}).get(name)
+        return score is None or (again and bool(score.error))
+
+    return [call for call in find_wanted(settled, scorer) if is_missing(call)]

@@ -1,0 +1,82 @@
+"""What is still to be scored, in Redis: one job per session and scorer, in the slot of `{scores}`.
+
+A job is put there at least once, before whatever else would remember the session lets go of it; it is taken by any process for a while,
+and stays until whoever took it settles it. So a process that dies loses none, and one that was only slow settles nothing that another has
+taken since: each taking has a number of its own. A job that is asked for again while it is worked at is due again afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from proxy.store import keys
+from proxy.store.connection import Argument, Script, StoreConnection
+from proxy.store.keys import pack_versioned, unpack_versioned
+
+_KEYS = (keys.SCORES_DUE, keys.SCORES_JOBS, keys.SCORES_TAKEN, keys.SCORES_ASKED)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreJob:
+    """The session created at `created_at` is to be scored by a scorer, since `since` (epoch seconds, Redis's). `again`: also the calls that
+    could not be scored before."""
+
+    session_id: str
+    created_at: float
+    scorer: str
+    since: float
+    again: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.scorer}={self.session_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class TakenJob:
+    """A job that was taken, for the `number`-th time, after it was asked for `asked` times."""
+
+    job: ScoreJob
+    number: int
+    asked: int
+    now: float
+
+
+class ScoreJobStore:
+    """Every method may raise `StoreUnavailable`."""
+
+    def __init__(self, connection: StoreConnection) -> None:
+        self._redis = connection
+
+    async def add(self, job: ScoreJob) -> None:
+        """Due at once. One that is there already stays as old as it is."""
+        await self._run("add_score_job", job.name, pack_versioned(job), int(job.again), durable=True)
+
+    async def take(self, seconds: float) -> TakenJob | None:
+        """The job that is due for longest, for so many seconds; None: none is due."""
+        answer = await self._run("take_score_job", repr(seconds))
+        if not answer:
+            return None
+        packed, number, asked, now = answer
+        return TakenJob(unpack_versioned(packed, ScoreJob), int(number), int(asked), float(now))
+
+    async def keep(self, taken: TakenJob, seconds: float) -> bool:
+        """It is worked at for so many seconds more. False: another process has taken it since."""
+        return bool(await self._run("keep_score_job", taken.job.name, taken.number, repr(seconds)))
+
+    async def settle(self, taken: TakenJob) -> bool:
+        """It is done, unless it was asked for again meanwhile: then it is due again. False: another process has taken it since."""
+        return bool(await self._run("settle_score_job", taken.job.name, taken.number, taken.asked, durable=True))
+
+    async def count(self) -> int:
+        """Jobs that are waiting or worked at."""
+        return int(await self._redis.execute("ZCARD", keys.SCORES_DUE))
+
+    async def find(self, session_id: str, scorer: str) -> ScoreJob | None:
+        """The session's job for the scorer, if it is not done."""
+        packed = await self._redis.execute("HGET", keys.SCORES_JOBS, f"{scorer}={session_id}")
+        return None if packed is None else unpack_versioned(packed, ScoreJob)
+
+    async def _run(self, script: str, *args: Argument, **how: bool) -> Any:
+        return await self._redis.run(Script.read(script), _KEYS, args, **how)

@@ -1,0 +1,8 @@
+-- KEYS: due, jobs, taken, asked. ARGV: name, number, seconds. Also puts it off: then nobody works at it meanwhile.
+redis.replicate_commands()
+if redis.call('HGET', KEYS[3], ARGV[1]) ~= ARGV[2] then
+  return 0
+end
+local now = redis.call('TIME')
+redis.call('ZADD', KEYS[1], 'XX', string.format('%.6f', now[1] + now[2] / 1e6 + tonumber(ARGV[3])), ARGV[1])
+return 1

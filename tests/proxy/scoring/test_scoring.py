@@ -1,0 +1,305 @@
+"""Sessions that name a scorer are scored before their group is delivered, and no number is believed that no engine computed.
+
+The scripted engines give every id the same logprob, sampled or scored: a function of the ids before it (`given_logprobs`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.support.engine.scripted_details import given_logprobs
+from tests.support.engine.scripted_engine import Fail, Generation, Hang, Reply, Say, ScriptedEngine
+from tests.support.service.redis_server import RedisServer
+from tests.support.service.running_service import RunningService
+from tests.support.service.verbatim_process import ADMIN, TRAINER, verbatim, wait_until
+
+SCORERS = {
+    "teacher": {"policy": "teacher", "top_k": 2},
+    "optional": {"policy": "teacher", "required": False},
+    "later": {"policy": "teacher", "at": "demand"},
+    "nobody": {"policy": "nobody"},
+    "raw": {"at": "call", "when": "grammar"},
+}
+Engines = tuple[ScriptedEngine, ScriptedEngine, RunningService]
+
+
+@pytest.fixture(scope="module")
+def running(redis_server: RedisServer) -> Iterator[Engines]:
+    redis_server.flushall()
+    with ScriptedEngine() as student, ScriptedEngine() as teacher:
+        engines = [student.url, f"teacher={teacher.url}"]
+        limits = {"at_once": 2, "timeout_seconds": 2.0, "request_seconds": 1.0}
+        with RunningService(engines, redis_server.url, scorers=SCORERS, scoring=limits) as service:
+            yield student, teacher, service
+
+
+@pytest.fixture
+def student(running: Engines) -> ScriptedEngine:
+    return running[0].reset()
+
+
+@pytest.fixture
+def teacher(running: Engines) -> ScriptedEngine:
+    running[1].clear_faults()
+    return running[1].reset()
+
+
+@pytest.fixture
+def service(running: Engines) -> RunningService:
+    return running[2]
+
+
+def lease(service: RunningService, group_id: str) -> list[dict[str, Any]]:
+    """The rows of the group, once it is delivered."""
+    while True:
+        answer = service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 1, "wait_seconds": 60})
+        assert answer.status_code == 200, answer.text
+        found = answer.json()
+        service.request("POST", f"/batches/{found['lease_id']}/ack", TRAINER)
+        for group in found["groups"]:
+            if group["group_id"] == group_id:
+                rows: list[dict[str, Any]] = group["trajectories"]
+                return rows
+
+
+def array(values: Sequence[float | None]) -> NDArray[np.float64]:
+    """NaN where the list has none."""
+    return np.array([np.nan if each is None else each for each in values])
+
+
+def play(service: RunningService, *, turns: int = 2, branches: int = 1, **fields: Any) -> str:
+    """A session of so many turns, the last of which is asked `branches` times. Its id."""
+    session = service.session(**fields)
+    messages: list[Any] = [{"role": "user", "content": "a long question " * 8}]
+    for turn in range(turns):
+        replies = [session.answer(messages, seed=seed) for seed in range(branches if turn == turns - 1 else 1)]
+        messages += [replies[0], {"role": "user", "content": f"and then {turn}"}]
+    session.close(reward=1.0)
+    return session.session_id
+
+
+def scored(generations: list[Generation]) -> list[Generation]:
+    return [each for each in generations if each.sampling.get("prompt_logprobs") is not None]
+
+
+def check_row(row: dict[str, Any], name: str = "teacher") -> None:
+    """Each sampled token has its own logprob, at its own place, and nothing else has one."""
+    expected = array(given_logprobs(row["token_ids"]))
+    mask = np.array(row["loss_mask"], bool)
+    own = array(row["scores"][name]["logprobs"])
+    np.testing.assert_array_equal(own[mask], expected[mask])
+    assert np.isnan(own[~mask]).all()
+    assert "error" not in row["scores"][name]
+
+
+def test_a_teacher_scores_each_sampled_token_at_its_own_place_before_the_group_is_delivered(
+    student: ScriptedEngine, teacher: ScriptedEngine, service: RunningService
+) -> None:
+    session_id = play(service, scores=["teacher"])
+    (row,) = lease(service, session_id)
+    check_row(row)
+    told = row["scores"]["teacher"]
+    assert (told["policy"], told["mode"]) == ("teacher", "raw")
+    sampled = [at for at, trained in enumerate(row["loss_mask"]) if trained]
+    assert [told["top_ids"][at] for at in sampled] == [[row["token_ids"][at], row["token_ids"][at] + 1] for at in sampled]
+    assert [span[0] for span in told["weight_versions"]] == [0] * len(told["weight_versions"])
+    assert not scored(student.generations)
+    # One request for the row has both turns.
+    assert len(scored(teacher.generations)) == 1
+
+
+def test_rows_that_share_their_beginning_are_computed_once_and_never_read_from_the_cache(
+    student: ScriptedEngine, teacher: ScriptedEngine, service: RunningService
+) -> None:
+    """What was cached comes back as whatever was in memory: it is taken from the row before, or asked for again."""
+    play(service, scores=["teacher"])
+    teacher.reset()
+    rows = lease(service, play(service, turns=3, branches=6, scores=["teacher"]))
+    assert len(rows) == 6
+    for row in rows:
+        check_row(row)
+    asked = scored(teacher.generations)
+    assert any(each.cached_tokens for each in asked)
+
+
+FAULTS: dict[str, Any] = {
+    "a short list": lambda generation, told: told[:-1],
+    "no list": lambda generation, told: [],
+    "the end of an abort": lambda generation, told: [None],
+    "another id": lambda generation, told: [told[0], {"7": {"logprob": -1.0, "rank": 1}}, *told[2:]],
+    "a logprob above 0": lambda generation, told: [
+        None,
+        *({key: {"logprob": 902171.0, "rank": 1} for key in entry} for entry in told[1:]),
+    ],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_answer_that_is_not_to_be_believed_is_asked_for_again(
+    student: ScriptedEngine, teacher: ScriptedEngine, service: RunningService, fault: str
+) -> None:
+    left = [FAULTS[fault]] * 2
+    teacher.bend_scores = lambda generation, told: left.pop()(generation, told) if left else told
+    (row,) = lease(service, play(service, scores=["teacher"]))
+    check_row(row)
+    assert not left
+
+
+@pytest.mark.parametrize("reply", [Fail(500), Fail(503), Hang()], ids=["HTTP 500", "HTTP 503", "no answer"])
+def test_an_engine_that_fails_is_asked_again(
+    student: ScriptedEngine, teacher: ScriptedEngine, service: RunningService, reply: Reply
+) -> None:
+    left: list[Reply] = [reply]
+    teacher.script = lambda generation, index: left.pop() if left else None
+    (row,) = lease(service, play(service, scores=["teacher"]))
+    check_row(row)
+
+
+def test_a_probability_of_0_is_unknown_and_said(
+    student: ScriptedEngine, teacher: ScriptedEngine, service: RunningService
+) -> None:
+    def bend(generation: Generation, told: list[Any]) -> list[Any]:
+        last = str(generation.prompt_ids[-1])
+        return [*told[:-1], {last: {"logprob": -9999.0, "rank": 9}}]
+
+    teacher.bend_scores = bend
+    (row,) = lease(service, play(service, scores=["optional"]))
+    assert row["scores"]["optional"]["logprobs"][-1] is None
+    assert row["scores"]["optional"]["logprobs"][-2] is not None
+    assert "probability of 0" in row["scores"]["optional"]["error"]
+
+
+def test_a_group_fails_whose_required_scorer_is_dead_and_another_is_delivered_with_the_reason(
+    student: ScriptedEngine, teacher: ScriptedEngine, service: RunningService
+) -> None:
+    teacher.script = lambda generation, index: Fail(500, "out of order")
+    failed = play(service, scores=["teacher"])
+    (row,) = lease(service, play(service, scores=["optional"]))
+    assert "not scored within 2 s" in row["scores"]["optional"]["error"]
+    assert "out of order" in row["scores"]["optional"]["error"]
+    assert all(each is None for each in row["scores"]["optional"]["logprobs"])
+    wait_until(lambda: state_of(service, failed, "teacher")["state"] == "failed", 60, "the scorer is given up")
+    assert "out of order" in state_of(service, failed, "teacher")["error"]
+    nothing = service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 1})
+    assert nothing.status_code == 204
+
+
+def state_of(service: RunningService, session_id: str, scorer: str) -> dict[str, Any]:
+    told: dict[str, Any] = service.request("GET", f"/sessions/{session_id}/scores").json()["scorers"][scorer]
+    return told
+
+
+def test_ids_masks_and_logprobs_are_those_of_an_unscored_session(
+    student: ScriptedEngine, teacher: ScriptedEngine, service: RunningService
+) -> None:
+    plain = lease(service, play(service, branches=3))
+    teacher.bend_scores = lambda generation, told: []
+    failed = lease(service, play(service, branches=3, scores=["optional"]))
+    teacher.bend_scores = None
+    given = lease(service, play(service, branches=3, scores=["optional"]))
+    for rows in (failed, given):
+        for row, other in zip(rows, plain, strict=True):
+            for name in ("token_ids", "loss_mask", "logprobs", "weight_versions"):
+                assert row[name] == other[name]
+
+
+def test_scores_that_are_demanded_are_in_the_rows_of_a_closed_session(
+    student: ScriptedEngine, teacher: ScriptedEngine, service: RunningService
+) -> None:
+    session = service.session(trained=False)
+    session.ask("a question")
+    refused = service.request("POST", f"/sessions/{session.session_id}/scores", json={"scorer": "later"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "conflict")
+    session.close()
+    path = f"/sessions/{session.session_id}/scores"
+    assert service.request("POST", path, json={"scorer": "later"}).status_code == 202
+    wait_until(lambda: state_of(service, session.session_id, "later")["state"] == "scored", 60, "it is scored")
+    (row,) = session.trajectories()[0]
+    check_row(row, "later")
+    asked = ("score", session.session_id, "--scorer", "later", "--url", service.url)
+    done = verbatim(*asked, VERBATIM_ADMIN_TOKEN=ADMIN)
+    assert (done.returncode, "tokens of 1 calls scored by later" in done.stdout) == (0, True), done.stderr
+
+
+GRAMMAR = {"structured_outputs": {"regex": "[a-z]+"}}
+
+
+def test_masked_tokens_get_raw_logprobs_of_the_version_that_sampled_them_while_the_session_is_open(
+    student: ScriptedEngine, teacher: ScriptedEngine, service: RunningService
+) -> None:
+    session = service.session(scores=["raw"])
+    session.ask("without a grammar")
+    assert not scored(student.generations)
+    session.ask("with one", extra_body=GRAMMAR)
+    wait_until(lambda: state_of(service, session.session_id, "raw")["calls"] == 1, 60, "the masked call is scored")
+    (masked,) = [call for call in session.calls if call["logprob_modes"] and call["logprob_modes"][0][0] == "masked"]
+    (row,) = [row for row in session.trajectories()[0] if masked["call_id"] in row["call_ids"]]
+    check_row(row, "raw")
+    assert not scored(teacher.generations)
+    session.close(reward=1.0)
+    lease(service, session.session_id)
+    assert len(scored(student.generations)) == 1
+
+
+def test_masked_tokens_whose_version_serves_no_more_stay_without_and_say_so(
+    student: ScriptedEngine, teacher: ScriptedEngine, service: RunningService
+) -> None:
+    session = service.session(scores=["raw"])
+    at_once = threading.Event()
+    student.script = lambda generation, index: (
+        Say(token_ids=[1, 2, 3], gate=at_once) if generation.sampling.get("prompt_logprobs") is not None else None
+    )
+    session.ask("with a grammar", extra_body=GRAMMAR)
+    student.sampler.version = "7"
+    try:
+        at_once.set()
+        session.close(reward=1.0)
+        wait_until(lambda: state_of(service, session.session_id, "raw")["state"] == "failed", 60, "it is said")
+        assert "sampled under version 0, and version 7 serves" in state_of(service, session.session_id, "raw")["error"]
+    finally:
+        student.sampler.version = "default"
+
+
+@pytest.mark.parametrize(("names", "said"), [(["teachr"], "no scorer 'teachr'"), (["later"], "on demand")])
+def test_a_session_names_scorers_that_there_are(service: RunningService, names: list[str], said: str) -> None:
+    answer = service.request("POST", "/sessions", json={"scores": names})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "scores")
+    assert said in answer.json()["error"]["message"]
+
+
+def test_a_scorer_whose_policy_has_no_engine_is_not_replaced_by_another_policy(
+    student: ScriptedEngine, teacher: ScriptedEngine, service: RunningService
+) -> None:
+    session_id = play(service, scores=["nobody"])
+    wait_until(lambda: state_of(service, session_id, "nobody")["state"] == "failed", 60, "it has failed")
+    assert "no engine of the policy 'nobody'" in state_of(service, session_id, "nobody")["error"]
+    assert not scored(student.generations + teacher.generations)
+
+
+def test_rows_over_the_scorers_window_are_said_and_the_calls_before_them_scored(redis_server: RedisServer) -> None:
+    redis_server.flushall()
+    with ScriptedEngine() as student, ScriptedEngine(max_model_len=90) as teacher:
+        scorers = {"teacher": {"policy": "teacher", "required": False}}
+        with RunningService([student.url, f"teacher={teacher.url}"], redis_server.url, scorers=scorers) as service:
+            (row,) = lease(service, play(service, turns=4, scores=["teacher"]))
+            told = row["scores"]["teacher"]
+            assert "window of 90" in told["error"]
+            known = [at for at, each in enumerate(told["logprobs"]) if each is not None]
+            assert known
+            assert max(known) < 90
+
+
+def test_a_scorer_with_another_vocabulary_is_refused_by_name(redis_server: RedisServer) -> None:
+    redis_server.flushall()
+    with ScriptedEngine("qwen3") as student, ScriptedEngine("llama3") as teacher:
+        scorers = {"teacher": {"policy": "teacher", "required": False}}
+        with RunningService([student.url, f"teacher={teacher.url}"], redis_server.url, scorers=scorers) as service:
+            (row,) = lease(service, play(service, scores=["teacher"]))
+            assert "another vocabulary" in row["scores"]["teacher"]["error"]
+            assert not scored(teacher.generations)
