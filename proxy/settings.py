@@ -25,7 +25,7 @@ from proxy.auth import check_token, is_loopback, token_in, tokens_in
 from proxy.builders import plugins as builders
 from proxy.engine.kinds import plugins as engine_kinds
 from proxy.engine.wire.tls import build_client_tls
-from proxy.scoring.scorers import Scorer, ScorerName, ScoringLimits
+from proxy.scoring.scorers import Judge, Scorer, ScorerName, ScoringLimits
 from reconstruct.extras import how_to_install
 from reconstruct.roles import RoleRule
 
@@ -332,6 +332,10 @@ class Settings(BaseSettings):
     {"teacher": {"policy": "teacher", "top_k": 8, "at": "close", "required": true}}. `policy`: whose engines; "" is the default policy.
     `at`: close, of sessions that name it; demand; or call, which asks the policy that sampled while its version serves. `when`: always, or
     of calls under a grammar. `top_k`: so many alternatives a token. `required`: a session without its scores is not usable."""
+    judges: dict[ScorerName, Judge] = Field(default_factory=dict)
+    """Who is asked for a reward of each call of a closed session that names it in `scores` ([Scores](scores.md#judges)): {"prm": {"url":
+    "http://judge:9000/turn"}}, or a frozen `model` of the pool with so many `votes`. `required`: a session without its verdicts is not
+    usable. `timeout_seconds`: of one question to a url."""
     scoring: ScoringLimits = ScoringLimits()
     """What scoring may take. `at_once`: sessions that one process scores at a time, each with one request to an engine. `timeout_seconds`:
     how long a session's scores are tried for; then its tokens stay without, and the reason is stored. `request_seconds`: how long one
@@ -428,6 +432,13 @@ class Settings(BaseSettings):
     def _check_builder(cls, name: str) -> str:
         builders().load(name)
         return name
+
+    @field_validator("judges")
+    @classmethod
+    def _check_judges(cls, judges: dict[str, Judge], others: ValidationInfo) -> dict[str, Judge]:
+        if both := sorted(judges.keys() & others.data.get("scorers", {}).keys()):
+            raise ValueError(f"{both[0]!r} is a scorer, too (VERBATIM_SCORERS): sessions could not say which they mean")
+        return judges
 
     @field_validator("policy_models")
     @classmethod

@@ -242,7 +242,7 @@ async def _build_member(services: Services, state: SessionState) -> tuple[GroupM
     usable = (
         state.status in RUN_ENDED and state.reward is not None and bool(by_policy) and _keeps_enough(services, state, built)
     )
-    if usable and _wants_scores(state) and (reason := await services.scoring.find_failed(state)):
+    if usable and _wants_scores(state) and (reason := await services.scoring.find_failed(state, built.settled)):
         log.warning("session %s is not usable: %s", session_id, reason)
         usable = False
     default = by_policy.pop("", PolicyRows(0, 0))

@@ -1,19 +1,21 @@
-"""Scores of a session over HTTP: have a closed session scored, and see how far that is."""
+"""Scores of a session over HTTP: have a closed session scored, see how far that is, and say what was wrong with a call."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from contract.attempts import ENDED
 from proxy.api import closing
-from proxy.api.requests import Body, JsonBody, Served, SessionId, json_response, require_admin
-from proxy.errors import Conflict, RequestError
+from proxy.api.requests import Body, JsonBody, Served, SessionId, json_response, require_admin, require_owner
+from proxy.errors import Conflict, RequestError, UnknownCall
+from proxy.rows import decode_records
 from proxy.services import Services
-from proxy.store.states import SessionState
+from proxy.store.states import FEEDBACK, SessionState, Verdicts
 from reconstruct.scores import Score
 
 router = APIRouter(prefix="/sessions", tags=["sessions"], default_response_class=Response)
@@ -22,7 +24,7 @@ ADMIN = [Depends(require_admin)]
 
 class ScoreRequest(Body, json_schema_extra={"example": {"scorer": "teacher"}}):
     scorer: str
-    """A name of the service's setting `scorers`."""
+    """A name of the service's setting `scorers`, or of `judges`."""
 
 
 class ScorerState(BaseModel):
@@ -61,10 +63,12 @@ async def score_session(
     services: Served, session_id: SessionId, body: Annotated[ScoreRequest, Depends(JsonBody(ScoreRequest).read)]
 ) -> Response:
     """Calls that have a score keep it; those that could not be scored are tried again."""
-    if body.scorer not in services.settings.scorers:
-        known = ", ".join(sorted(services.settings.scorers)) or "none"
+    known = {*services.settings.scorers, *services.settings.judges}
+    if body.scorer not in known:
         raise RequestError(
-            f"scorer: there is no scorer {body.scorer!r} in VERBATIM_SCORERS; there are: {known}", param="scorer"
+            f"scorer: there is no scorer {body.scorer!r} in VERBATIM_SCORERS or VERBATIM_JUDGES; there are: "
+            f"{', '.join(sorted(known)) or 'none'}",
+            param="scorer",
         )
     state = await closing.load_session(services, session_id)
     if state.status not in ENDED:
@@ -81,17 +85,57 @@ async def get_scores(services: Served, session_id: SessionId) -> Response:
     return json_response(await _describe(services, await closing.load_session(services, session_id)))
 
 
+class Feedback(
+    Body, json_schema_extra={"example": {"call_id": "01a2", "reward": 0.0, "hint": "read the file before you edit it"}}
+):
+    call_id: str
+    reward: FiniteFloat | None = None
+    """The call's. Null: none is given."""
+    hint: str = Field("", max_length=4096)
+    """What would have been better."""
+
+
+@router.post(
+    "/{session_id}/feedback",
+    dependencies=[Depends(require_owner)],
+    status_code=204,
+    responses={
+        204: {"description": "noted"},
+        404: {"description": "the session has no such call (`not_found`)"},
+        409: {"description": "a trainer has leased the session: its rewards are fixed (`conflict`)"},
+    },
+)
+async def give_feedback(
+    services: Served, session_id: SessionId, body: Annotated[Feedback, Depends(JsonBody(Feedback).read)]
+) -> Response:
+    """What a person says of a call, while the session is open or afterwards: it counts before what judges say, and replaces earlier
+    feedback on the call. An evaluator's reward of the call counts before it."""
+    state = await closing.load_session(services, session_id)
+    if body.reward is None and not body.hint:
+        raise RequestError("reward: feedback has a reward or a hint", param="reward")
+    calls, _ = await asyncio.to_thread(decode_records, await services.sessions.load_records(session_id))
+    if body.call_id not in {call.call_id for call in calls}:
+        raise UnknownCall(f"session {session_id} has no call {body.call_id}", param="call_id")
+    scores = {} if body.reward is None else {body.call_id: body.reward}
+    verdicts = Verdicts(scores, {body.call_id: body.hint} if body.hint else {})
+    await services.sessions.note_verdicts(session_id, state.info.created_at, FEEDBACK + body.call_id, verdicts)
+    return Response(status_code=204)
+
+
 async def _describe(services: Services, state: SessionState) -> dict[str, Any]:
     session_id = state.info.session_id
-    named = {*state.info.scores, *services.settings.scorers}
+    named = {*state.info.scores, *services.settings.scorers, *services.settings.judges}
     # Before the scores: of a job that ends in between there are some.
     queued = {name for name in named if await services.scoring.find_job(session_id, name) is not None}
+    state = await closing.load_session(services, session_id)
+    judges = {name for name in state.verdicts if not name.startswith(FEEDBACK)}
     by_call = await services.scores.load(session_id)
     stored = {name for scores in by_call.values() for name in scores}
     scorers = {}
-    for name in sorted(queued | stored | {*state.info.scores}):
+    for name in sorted(queued | stored | {*state.info.scores, *judges}):
         own = {call_id: scores[name] for call_id, scores in by_call.items() if name in scores}
-        scorers[name] = _summarize(own, name in queued)
+        verdicts = state.verdicts.get(name)
+        scorers[name] = _summarize(own, name in queued) if verdicts is None else _summarize_verdicts(verdicts, name in queued)
     return {"session_id": session_id, "scorers": scorers}
 
 
@@ -100,3 +144,8 @@ def _summarize(scores: Mapping[str, Score], queued: bool) -> dict[str, Any]:
     state = "queued" if queued else "failed" if errors else "scored" if scores else "none"
     tokens = sum(int(score.known.sum()) for score in scores.values())
     return {"state": state, "calls": len(scores), "tokens": tokens, "error": "; ".join(dict.fromkeys(errors))}
+
+
+def _summarize_verdicts(verdicts: Verdicts, queued: bool) -> dict[str, Any]:
+    state = "queued" if queued else "failed" if verdicts.error else "scored"
+    return {"state": state, "calls": len(verdicts.scores), "tokens": 0, "error": verdicts.error}

@@ -102,7 +102,7 @@ class LookaheadHook(CallHook):
         if ahead.choose == "model":
             numbers = [str(at + 1) for at in range(len(sampled.choices))]
             question = write_question(sampled.call.request, sampled.choices)
-            answer = await _complete(self._pool, sampled.call.session_id, ahead.model or "", question, numbers)
+            answer = await ask_model(self._pool, sampled.call.session_id, ahead.model or "", question, numbers)
             return read_number(answer) - 1
         return await _ask_endpoint(sampled, ahead, self._outbound)
 
@@ -137,12 +137,17 @@ def mean_logprob(candidate: engine.EngineChoice) -> float:
 
 def write_question(request: Request, candidates: Sequence[engine.EngineChoice]) -> str:
     """The prompt for a judge."""
-    conversation = "\n".join(_dump(message) for message in request.messages)
-    if len(conversation) > LONGEST_CONVERSATION:
-        half = LONGEST_CONVERSATION // 2
-        conversation = f"{conversation[:half]}\n[…]\n{conversation[-half:]}"
+    conversation = shorten("\n".join(_dump(message) for message in request.messages))
     listed = "\n\n".join(f"Candidate {at}:\n{_dump(each.message)}" for at, each in enumerate(candidates, 1))
     return f"{INSTRUCTION}\n\n{conversation}\n\n{listed}"
+
+
+def shorten(conversation: str) -> str:
+    """What a judge is shown of it."""
+    if len(conversation) <= LONGEST_CONVERSATION:
+        return conversation
+    half = LONGEST_CONVERSATION // 2
+    return f"{conversation[:half]}\n[…]\n{conversation[-half:]}"
 
 
 def read_number(answer: str) -> int:
@@ -156,12 +161,14 @@ def read_number(answer: str) -> int:
 # A judge: one answer of a model to one question, of no session. Nothing of it is recorded.
 
 
-async def _complete(pool: EnginePool, session_id: str, model: str, question: str, answers: Sequence[str]) -> str:
+async def ask_model(
+    pool: EnginePool, session_id: str, model: str, question: str, answers: Sequence[str], temperature: float = 0.0
+) -> str:
     """What the model answers, one of the texts if its engine can be told; `session_id` is whose engine is preferred. Raises VerbatimError,
     and ChooserFailed if the answer broke off."""
     message = {"role": "user", "content": question}
     forward = {"structured_outputs": {"choice": list(answers)}}
-    sampling = {"temperature": 0.0, "max_tokens": JUDGE_TOKENS}
+    sampling = {"temperature": temperature, "max_tokens": JUDGE_TOKENS}
     history = [HistoryMessage(message, digest_message(message))]
     request = Request("chat", model, history, sampling=sampling, forward=forward, stream=True)
     scope = CancelScope(session_id, new_call_id())

@@ -1,4 +1,4 @@
-"""What an operator says of scorers, and which of them a session may name."""
+"""What an operator says of scorers and judges, and which of them a session may name."""
 
 from __future__ import annotations
 
@@ -37,6 +37,22 @@ class Scorer(BaseModel, frozen=True, extra="forbid"):
         return self.at == "call"
 
 
+class Judge(BaseModel, frozen=True, extra="forbid"):
+    """Who is asked about a call: an endpoint, or a frozen model of the pool, so often."""
+
+    url: str | None = Field(default=None, pattern=r"^https?://")
+    model: str | None = Field(default=None, min_length=1)
+    votes: int = Field(default=1, ge=1, le=32)
+    required: bool = False
+    timeout_seconds: float = Field(default=60.0, gt=0, le=3600)
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Judge:
+        if (self.url is None) == (self.model is None):
+            raise ValueError("a judge is an endpoint or a model: set url or model")
+        return self
+
+
 class ScoringLimits(BaseModel, frozen=True, extra="forbid"):
     """What scoring may take."""
 
@@ -45,13 +61,16 @@ class ScoringLimits(BaseModel, frozen=True, extra="forbid"):
     request_seconds: float = Field(default=300.0, gt=0, allow_inf_nan=False)
 
 
-def check_scores(scorers: Mapping[str, Scorer], names: Sequence[str]) -> None:
-    """Raises RequestError for a scorer that a session or a task cannot name."""
+def check_scores(scorers: Mapping[str, Scorer], judges: Mapping[str, Judge], names: Sequence[str]) -> None:
+    """Raises RequestError for a scorer or judge that a session or a task cannot name."""
     for name in names:
-        if name not in scorers:
-            known = ", ".join(sorted(scorers)) or "none"
-            raise RequestError(f"scores: there is no scorer {name!r} in VERBATIM_SCORERS; there are: {known}", param="scores")
-        if scorers[name].at == "demand":
+        if name not in scorers and name not in judges:
+            known = ", ".join(sorted({*scorers, *judges})) or "none"
+            raise RequestError(
+                f"scores: there is no scorer {name!r} in VERBATIM_SCORERS or VERBATIM_JUDGES; there are: {known}",
+                param="scores",
+            )
+        if name in scorers and scorers[name].at == "demand":
             raise RequestError(
                 f"scores: {name!r} is asked on demand alone: POST /sessions/ID/scores once the session is closed",
                 param="scores",

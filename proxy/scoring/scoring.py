@@ -21,14 +21,15 @@ from typing import TYPE_CHECKING
 from contract.attempts import ENDED
 from proxy import rows
 from proxy.errors import Conflict, EngineFailed, EngineUnavailable, NotFound, StoreUnavailable, VerbatimError
+from proxy.scoring.judges import judge_session
 from proxy.scoring.metrics import ScoreMetrics
 from proxy.scoring.plan import find_wanted
-from proxy.scoring.scorers import Scorer
+from proxy.scoring.scorers import Judge, Scorer
 from proxy.scoring.vocabulary import Vocabularies
 from proxy.scoring.work import SessionScoring
 from proxy.store.keys import StoredValueError
 from proxy.store.score_jobs import ScoreJob, ScoreJobStore, TakenJob
-from proxy.store.states import SessionInfo, SessionState
+from proxy.store.states import SessionInfo, SessionState, Verdicts
 from reconstruct.accounting import Settled
 from reconstruct.errors import ReconstructError
 from reconstruct.records import Call
@@ -84,14 +85,19 @@ class Scoring:
                 await self.ask(state.info, name)
         return any(missing.values())
 
-    async def find_failed(self, state: SessionState) -> str:
+    async def find_failed(self, state: SessionState, settled: Settled) -> str:
         """Why the session, which `hold_back` does not hold back, has not all scores that are required; "" if it has."""
         scores = await self._services.scores.load(state.info.session_id)
         for name in state.info.scores:
-            if self._scorers.get(name, UNKNOWN).required:
-                for call_id, by_scorer in scores.items():
-                    if name in by_scorer and by_scorer[name].error:
-                        return f"unscored by {name}: {by_scorer[name].error or call_id}"
+            judge, verdicts = self._judges.get(name), state.verdicts.get(name)
+            if judge is not None:
+                if judge.required and verdicts is not None and verdicts.error:
+                    return f"not judged by {name}: {verdicts.error}"
+            elif self._scorers.get(name, UNKNOWN).required:
+                wanted = find_wanted(settled, self._scorers.get(name))
+                given = [scores.get(call.call_id, {}).get(name) for call in wanted]
+                if errors := [score.error for score in given if score is not None and score.error]:
+                    return f"unscored by {name}: {errors[0]}"
         return ""
 
     async def _find_missing(self, state: SessionState) -> dict[str, list[Call]]:
@@ -101,14 +107,29 @@ class Scoring:
         except ReconstructError:
             return {}
         scores = await self._services.scores.load(state.info.session_id)
-        return {name: _leave_scored(settled, self._scorers.get(name), name, scores) for name in state.info.scores}
+        return {name: self._leave_missing(settled, state, name, scores) for name in state.info.scores}
+
+    def _leave_missing(
+        self, settled: Settled, state: SessionState, name: str, scores: Mapping[str, Scores], *, again: bool = False
+    ) -> list[Call]:
+        """The calls that a scorer or judge is asked about and has said nothing of; `again`: or could say nothing of."""
+        wanted = find_wanted(settled, self._scorers.get(name))
+        if name in self._judges:
+            verdicts = state.verdicts.get(name)
+            return wanted if verdicts is None or (again and verdicts.error) else []
+        own = {call.call_id: scores.get(call.call_id, {}).get(name) for call in wanted}
+        return [call for call in wanted if (score := own[call.call_id]) is None or (again and score.error)]
+
+    @property
+    def _judges(self) -> Mapping[str, Judge]:
+        return self._services.settings.judges
 
     # The jobs of this process
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Inside, jobs are done, `at_once` of them at a time."""
-        if not self._scorers:
+        if not self._scorers and not self._judges:
             yield
             return
         workers = [asyncio.create_task(self._work()) for _ in range(self._services.settings.scoring.at_once)]
@@ -185,29 +206,45 @@ class Scoring:
         await self._finish(taken)
 
     async def _score(self, taken: TakenJob, state: SessionState) -> None:
-        """Raises as `SessionScoring.run`, until the job is too old: then its calls have no score for good."""
-        job, scorer = taken.job, self._scorers.get(taken.job.scorer)
+        """Raises what an engine or a judge raises, until the job is too old: then its calls have nothing for good."""
+        job, info = taken.job, state.info
         settled = (await rows.session_rows(self._services, state)).settled
-        scores = await self._services.scores.load(job.session_id)
-        calls = _leave_scored(settled, scorer, job.scorer, scores, again=job.again)
+        calls = self._leave_missing(
+            settled, state, job.scorer, await self._services.scores.load(info.session_id), again=job.again
+        )
+        scorer = self._scorers.get(job.scorer)
         work = SessionScoring(
-            self._services, self._metrics, self._vocabularies, state.info, job.scorer, scorer or UNKNOWN, redo=job.again
+            self._services, self._metrics, self._vocabularies, info, job.scorer, scorer or UNKNOWN, redo=job.again
         )
         try:
-            if scorer is None:
-                raise EngineUnavailable(f"there is no scorer {job.scorer!r} in VERBATIM_SCORERS")
-            await work.run(settled.forest, calls)
+            if not calls:
+                return
+            if (judge := self._judges.get(job.scorer)) is not None:
+                verdicts = await judge_session(self._services, judge, state, settled.forest, calls)
+                await self._services.sessions.note_verdicts(info.session_id, info.created_at, job.scorer, verdicts)
+            elif scorer is None:
+                raise EngineUnavailable(f"there is no scorer {job.scorer!r} in VERBATIM_SCORERS or VERBATIM_JUDGES")
+            else:
+                await work.run(settled.forest, calls)
         except (NotFound, Conflict, StoreUnavailable):
             raise
         except Exception as error:
             limit = self._services.settings.scoring.timeout_seconds
             if taken.now - job.since < limit:
                 raise
-            scores = await self._services.scores.load(job.session_id)
-            left = _leave_scored(settled, scorer, job.scorer, scores)
-            self._metrics.count_failure(job.scorer, "gave_up", len(left))
             said = "no answer in time" if isinstance(error, TimeoutError) else str(error)
-            await work.give_up(left, f"not scored within {limit:g} s: {said}")
+            await self._give_up(work, job, settled, f"not scored within {limit:g} s: {said}")
+
+    async def _give_up(self, work: SessionScoring, job: ScoreJob, settled: Settled, reason: str) -> None:
+        """Stores why the calls that are left have nothing."""
+        state = await load_session(self._services, job)
+        left = self._leave_missing(settled, state, job.scorer, await self._services.scores.load(job.session_id))
+        self._metrics.count_failure(job.scorer, "gave_up", len(left))
+        if job.scorer in self._judges:
+            verdicts = Verdicts({}, {}, reason)
+            await self._services.sessions.note_verdicts(job.session_id, job.created_at, job.scorer, verdicts)
+        else:
+            await work.give_up(left, reason)
 
     async def _finish(self, taken: TakenJob) -> None:
         """The session goes on to its group before the job is forgotten: whoever dies in between leaves a job that finds nothing to do."""
@@ -222,13 +259,9 @@ class Scoring:
         await self._jobs.settle(taken)
 
 
-def _leave_scored(
-    settled: Settled, scorer: Scorer | None, name: str, scores: Mapping[str, Scores], *, again: bool = False
-) -> list[Call]:
-    """The calls that a scorer is asked about and has not scored; `again`: or could not."""
-
-    def is_missing(call: Call) -> bool:
-        score = scores.get(call.call_id, {}).get(name)
-        return score is None or (again and bool(score.error))
-
-    return [call for call in find_wanted(settled, scorer) if is_missing(call)]
+async def load_session(services: Services, job: ScoreJob) -> SessionState:
+    """Raises NotFound if the session is gone."""
+    state = await services.sessions.load(job.session_id)
+    if state is None or state.info.created_at != job.created_at:
+        raise NotFound(f"session {job.session_id} was deleted before it was scored")
+    return state

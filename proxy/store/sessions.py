@@ -20,7 +20,17 @@ from proxy.errors import Conflict, NotFound, StoreUnavailable
 from proxy.store import keys
 from proxy.store.connection import Argument, Script, StoreConnection
 from proxy.store.keys import SCHEMA, pack, pack_versioned, parse_hash, unpack, unpack_versioned
-from proxy.store.states import NO_SHARE, Intent, SessionInfo, SessionListing, SessionState, Share, pack_info, parse_state
+from proxy.store.states import (
+    NO_SHARE,
+    Intent,
+    SessionInfo,
+    SessionListing,
+    SessionState,
+    Share,
+    Verdicts,
+    pack_info,
+    parse_state,
+)
 
 _REFERENCE = b"\xc1"
 _RESERVED = re.compile(rb"\A\d+ \d+ \d+\n")
@@ -399,6 +409,15 @@ class SessionStore:
         if outcome == b"leased":
             raise Conflict(f"session {session_id} was leased to a trainer: its reward is fixed")
         return _require_state(session_id, answer[0] if answer else None)
+
+    async def note_verdicts(self, session_id: str, created_at: float, judge: str, verdicts: Verdicts) -> None:
+        """Replaces what the judge said before. Raises `NotFound` when the session is gone, `Conflict` once it was leased."""
+        args = (repr(created_at), judge, pack_versioned(verdicts))
+        outcome = await self._run("note_verdicts", _state_and_calls(session_id), args, durable=True)
+        if outcome == b"missing":
+            raise NotFound(f"session {session_id} was deleted before it was judged")
+        if outcome == b"leased":
+            raise Conflict(f"session {session_id} was leased to a trainer: its rewards are fixed")
 
     async def mark_leased(self, session_id: str) -> SessionState | None:
         """Fixes the reward, and returns the state to lease; None when the session is gone."""

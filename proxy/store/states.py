@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 from contract.sessions import LastEvents, OpeningFields, SessionProgress, SessionStatus, SettledFields, TokenSums, Unserved
@@ -13,6 +13,8 @@ from proxy.store import keys
 from proxy.store.connection import StoreConnection
 from proxy.store.keys import pack_versioned, unpack, unpack_versioned
 
+FEEDBACK = "feedback:"
+"""Begins the name, before a call's id, under which people judge that call. No judge of the settings has a colon in its name."""
 LOADED_AT_ONCE = 32
 LOOKED_AT = 2048
 """Listed sessions that one page looks at."""
@@ -64,6 +66,15 @@ def pack_info(info: SessionInfo) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
+class Verdicts:
+    """What one judge says of a session's calls, by their ids. `error`: why it says nothing."""
+
+    scores: Mapping[str, float]
+    hints: Mapping[str, str]
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class SessionState(SessionProgress, LastEvents):
     """A session as it stands. It is `restoring` during an import."""
 
@@ -72,6 +83,8 @@ class SessionState(SessionProgress, LastEvents):
     """A trainer has, or had, its rows."""
     scored: bool = False
     """It has scores (`proxy.store.scores`)."""
+    verdicts: Mapping[str, Verdicts] = field(default_factory=dict)
+    """Of the judges that were asked. `per_call` has their means, where nothing else was said of a call."""
     accounting: TokenSums | None = None
     """Known once the session is closed and ready for its group."""
 
@@ -108,15 +121,16 @@ def parse_state(snapshot: Any) -> SessionState | None:
     if not flat:
         return None
     fields = dict(zip(flat[::2], flat[1::2], strict=True))
+    verdicts = _read_verdicts(fields) if b"judged" in fields else {}
     reward, error, closed_at = fields.get(b"reward"), fields.get(b"error"), fields.get(b"closed_at")
     return SessionState(
         info=unpack_versioned(fields[b"info"], SessionInfo),
         status=cast(SessionStatus, fields[b"status"].decode()),
         calls=calls,
         reward=None if reward is None else float(reward),
-        per_call=_unpack_mapping(fields.get(b"per_call")),
+        per_call={**_mean_scores(verdicts), **_unpack_mapping(fields.get(b"per_call"))},
         per_branch=_unpack_mapping(fields.get(b"per_branch")),
-        reward_metadata=_unpack_mapping(fields.get(b"reward_metadata")),
+        reward_metadata={**_list_hints(verdicts), **_unpack_mapping(fields.get(b"reward_metadata"))},
         error=None if error is None else error.decode(),
         closed_at=None if closed_at is None else float(closed_at),
         updated_at=float(fields[b"updated_at"]),
@@ -124,8 +138,33 @@ def parse_state(snapshot: Any) -> SessionState | None:
         replayed_at=float(fields[b"replayed_at"]) if b"replayed_at" in fields else None,
         leased=b"leased" in fields,
         scored=b"scored" in fields,
+        verdicts=verdicts,
         accounting=unpack_versioned(fields[b"accounting"], TokenSums) if b"accounting" in fields else None,
     )
+
+
+_VERDICTS = b"verdicts:"
+
+
+def _read_verdicts(fields: Mapping[bytes, bytes]) -> dict[str, Verdicts]:
+    """What people say of calls is last."""
+    named = {name[len(_VERDICTS) :].decode(): blob for name, blob in fields.items() if name.startswith(_VERDICTS)}
+    ordered = sorted(named.items(), key=lambda item: (item[0].startswith(FEEDBACK), item[0]))
+    return {name: unpack_versioned(blob, Verdicts) for name, blob in ordered}
+
+
+def _mean_scores(verdicts: Mapping[str, Verdicts]) -> dict[str, float]:
+    """By call: what people say of it, and otherwise the mean of the judges."""
+    found: dict[str, list[float]] = {}
+    for name, each in verdicts.items():
+        for call_id, score in each.scores.items():
+            found[call_id] = [score] if name.startswith(FEEDBACK) else [*found.get(call_id, ()), score]
+    return {call_id: sum(scores) / len(scores) for call_id, scores in found.items()}
+
+
+def _list_hints(verdicts: Mapping[str, Verdicts]) -> dict[str, Any]:
+    hints = {call_id: hint for each in verdicts.values() for call_id, hint in each.hints.items()}
+    return {"hints": hints} if hints else {}
 
 
 def _unpack_mapping(blob: bytes | None) -> dict[str, Any]:

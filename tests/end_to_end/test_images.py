@@ -19,7 +19,7 @@ from reconstruct.records import pack_ids
 from tests.support.engine.vllm_server import IMAGES, VisionEngine, require_vllm, running_vllm
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session, streamed_text
-from tests.support.service.verbatim_process import TRAINER
+from tests.support.service.verbatim_process import TRAINER, wait_until
 from tests.support.sessions.pictures import FAMILIES, Album, digest_of, picture
 from tests.support.sessions.training_rows import spans, trajectory
 from trainer_client import TrainerClient
@@ -93,7 +93,11 @@ class Training:
 def training(engine: VisionEngine, redis_server: RedisServer, tmp_path: Path) -> Iterator[Training]:
     """However a test ends, the next one finds the engine with the weights that it started with."""
     redis_server.flushall()
-    with RunningService(engine.url, redis_server.url) as service, TrainerClient(service.url, TRAINER) as trainer:
+    scorers = {"self": {}}
+    with (
+        RunningService(engine.url, redis_server.url, scorers=scorers) as service,
+        TrainerClient(service.url, TRAINER) as trainer,
+    ):
         service.await_ready()
         yield Training(service, trainer, tmp_path)
         after = trainer.weights()["current"]["version"] + 1
@@ -168,3 +172,24 @@ def answer(session: Session, messages: list[Any], stream: bool) -> dict[str, Any
     if not stream:
         return session.answer(messages, **fields)
     return {"role": "assistant", "content": streamed_text(session.ask(messages, stream=True, **fields))[0]}
+
+
+def test_a_scorer_sees_the_pixels_too(engine: VisionEngine, training: Training) -> None:
+    """The policy itself, which gives each token what it gave when it sampled it: without the images, or with others, it would not."""
+    session = training.service.session(scores=["self"])
+    messages: list[Any] = [
+        {"role": "user", "content": [*shown(picture(1, 84, 140)), text("Look."), *shown(picture(2, 168, 56))]}
+    ]
+    messages.append(answer(session, messages, False))
+    messages.append({"role": "user", "content": [text("And this?"), *shown(picture(3, 56, 56))]})
+    answer(session, messages, False)
+    session.close()
+    path = f"/sessions/{session.session_id}/scores"
+    ended = ("scored", "failed")
+    wait_until(lambda: training.service.request("GET", path).json()["scorers"]["self"]["state"] in ended, 300, "it is scored")
+    (row,) = session.trajectories()[0]
+    told = row["scores"]["self"]
+    assert "error" not in told
+    for at, trained in enumerate(row["loss_mask"]):
+        if trained:
+            assert abs(told["logprobs"][at] - row["logprobs"][at]) < TOLERANCE

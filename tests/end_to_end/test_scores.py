@@ -64,7 +64,7 @@ def recompute(model: Any, ids: Sequence[int]) -> NDArray[np.float32]:
         return found
 
 
-def count_distinct(rows: Sequence[Sequence[int]]) -> int:
+def count_distinct(rows: Sequence[list[int]]) -> int:
     """Ids of the tree that the rows make."""
     ordered, before, count = sorted(rows), list[int](), 0
     for ids in ordered:

@@ -26,9 +26,8 @@ def test_sessions_that_close_while_a_service_is_killed_are_each_scored_and_lease
     with ScriptedEngine() as student, ScriptedEngine() as teacher:
         engines = [student.url, f"teacher={teacher.url}"]
         flags = [flag for engine in engines for flag in ("--engine", engine)]
-        told = {"VERBATIM_SCORERS": json.dumps(SCORERS)}
         with (
-            Serving(*flags, "--redis", redis_server.url, data_dir=tmp_path, **told) as killed,
+            Serving(*flags, "--redis", redis_server.url, data_dir=tmp_path, VERBATIM_SCORERS=json.dumps(SCORERS)) as killed,
             RunningService(engines, redis_server.url, scorers=SCORERS) as other,
         ):
             sessions = [killed.session(session_id=f"s{number}", scores=["teacher"]) for number in range(SESSIONS)]

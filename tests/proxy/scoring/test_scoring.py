@@ -23,7 +23,6 @@ SCORERS = {
     "teacher": {"policy": "teacher", "top_k": 2},
     "optional": {"policy": "teacher", "required": False},
     "later": {"policy": "teacher", "at": "demand"},
-    "nobody": {"policy": "nobody"},
     "raw": {"at": "call", "when": "grammar"},
 }
 Engines = tuple[ScriptedEngine, ScriptedEngine, RunningService]
@@ -34,7 +33,7 @@ def running(redis_server: RedisServer) -> Iterator[Engines]:
     redis_server.flushall()
     with ScriptedEngine() as student, ScriptedEngine() as teacher:
         engines = [student.url, f"teacher={teacher.url}"]
-        limits = {"at_once": 2, "timeout_seconds": 2.0, "request_seconds": 1.0}
+        limits = {"at_once": 2, "request_seconds": 3.0}
         with RunningService(engines, redis_server.url, scorers=SCORERS, scoring=limits) as service:
             yield student, teacher, service
 
@@ -175,21 +174,6 @@ def test_a_probability_of_0_is_unknown_and_said(
     assert "probability of 0" in row["scores"]["optional"]["error"]
 
 
-def test_a_group_fails_whose_required_scorer_is_dead_and_another_is_delivered_with_the_reason(
-    student: ScriptedEngine, teacher: ScriptedEngine, service: RunningService
-) -> None:
-    teacher.script = lambda generation, index: Fail(500, "out of order")
-    failed = play(service, scores=["teacher"])
-    (row,) = lease(service, play(service, scores=["optional"]))
-    assert "not scored within 2 s" in row["scores"]["optional"]["error"]
-    assert "out of order" in row["scores"]["optional"]["error"]
-    assert all(each is None for each in row["scores"]["optional"]["logprobs"])
-    wait_until(lambda: state_of(service, failed, "teacher")["state"] == "failed", 60, "the scorer is given up")
-    assert "out of order" in state_of(service, failed, "teacher")["error"]
-    nothing = service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 1})
-    assert nothing.status_code == 204
-
-
 def state_of(service: RunningService, session_id: str, scorer: str) -> dict[str, Any]:
     told: dict[str, Any] = service.request("GET", f"/sessions/{session_id}/scores").json()["scorers"][scorer]
     return told
@@ -199,9 +183,10 @@ def test_ids_masks_and_logprobs_are_those_of_an_unscored_session(
     student: ScriptedEngine, teacher: ScriptedEngine, service: RunningService
 ) -> None:
     plain = lease(service, play(service, branches=3))
-    teacher.bend_scores = lambda generation, told: []
+    teacher.script = lambda generation, index: Fail(400, "no logprobs here", "BadRequestError")
     failed = lease(service, play(service, branches=3, scores=["optional"]))
-    teacher.bend_scores = None
+    assert all("no logprobs here" in row["scores"]["optional"]["error"] for row in failed)
+    teacher.script = None
     given = lease(service, play(service, branches=3, scores=["optional"]))
     for rows in (failed, given):
         for row, other in zip(rows, plain, strict=True):
@@ -271,35 +256,3 @@ def test_a_session_names_scorers_that_there_are(service: RunningService, names: 
     answer = service.request("POST", "/sessions", json={"scores": names})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "scores")
     assert said in answer.json()["error"]["message"]
-
-
-def test_a_scorer_whose_policy_has_no_engine_is_not_replaced_by_another_policy(
-    student: ScriptedEngine, teacher: ScriptedEngine, service: RunningService
-) -> None:
-    session_id = play(service, scores=["nobody"])
-    wait_until(lambda: state_of(service, session_id, "nobody")["state"] == "failed", 60, "it has failed")
-    assert "no engine of the policy 'nobody'" in state_of(service, session_id, "nobody")["error"]
-    assert not scored(student.generations + teacher.generations)
-
-
-def test_rows_over_the_scorers_window_are_said_and_the_calls_before_them_scored(redis_server: RedisServer) -> None:
-    redis_server.flushall()
-    with ScriptedEngine() as student, ScriptedEngine(max_model_len=90) as teacher:
-        scorers = {"teacher": {"policy": "teacher", "required": False}}
-        with RunningService([student.url, f"teacher={teacher.url}"], redis_server.url, scorers=scorers) as service:
-            (row,) = lease(service, play(service, turns=4, scores=["teacher"]))
-            told = row["scores"]["teacher"]
-            assert "window of 90" in told["error"]
-            known = [at for at, each in enumerate(told["logprobs"]) if each is not None]
-            assert known
-            assert max(known) < 90
-
-
-def test_a_scorer_with_another_vocabulary_is_refused_by_name(redis_server: RedisServer) -> None:
-    redis_server.flushall()
-    with ScriptedEngine("qwen3") as student, ScriptedEngine("llama3") as teacher:
-        scorers = {"teacher": {"policy": "teacher", "required": False}}
-        with RunningService([student.url, f"teacher={teacher.url}"], redis_server.url, scorers=scorers) as service:
-            (row,) = lease(service, play(service, scores=["teacher"]))
-            assert "another vocabulary" in row["scores"]["teacher"]["error"]
-            assert not scored(teacher.generations)

@@ -1,0 +1,95 @@
+"""A judge per turn: an endpoint or a model that reads a call and what came of it, and gives it a reward and a hint.
+
+What came of a call is what the harness sent next: the new messages of the call that continues it. Verdicts become the rewards of calls
+(`per_call`), where no evaluator gave one, and their hints stand in the reward's metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from proxy import rows
+from proxy.call.lookahead import ask_model, read_number, shorten
+from proxy.errors import ChooserFailed, EngineFailed
+from proxy.outbound import OutboundFailed
+from proxy.scoring.scorers import Judge
+from proxy.store.states import Verdicts
+from reconstruct.records import Call, Forest
+
+if TYPE_CHECKING:
+    from proxy.services import Services
+    from proxy.store.states import SessionState
+
+INSTRUCTION = """Below is a conversation of an AI agent, then its next message, then what came of that. How much did the message serve the
+agent's task? Answer with a number from 0 (it did harm) to 10 (nothing could have been better) and nothing else."""
+BEST = 10
+_ANSWERS = [str(number) for number in range(BEST + 1)]
+MOST_HINT = 4096
+"""Characters of a hint."""
+
+
+async def judge_session(
+    services: Services, judge: Judge, state: SessionState, forest: Forest, calls: Sequence[Call]
+) -> Verdicts:
+    """The verdict on each of the calls. Raises EngineFailed and EngineUnavailable if one cannot be had now."""
+    scores: dict[str, float] = {}
+    hints: dict[str, str] = {}
+    for call in calls:
+        scores[call.call_id], hint = await _judge_call(services, judge, state, forest, call)
+        if hint:
+            hints[call.call_id] = hint
+    return Verdicts(scores, hints)
+
+
+async def _judge_call(services: Services, judge: Judge, state: SessionState, forest: Forest, call: Call) -> tuple[float, str]:
+    """The mean of the votes, and the longest hint: a short one often says that there is nothing to say."""
+    shown = _describe(state, forest, call)
+    votes = [await _vote(services, judge, state.info.session_id, shown) for _ in range(judge.votes)]
+    return sum(score for score, _ in votes) / len(votes), max((hint for _, hint in votes), key=len)
+
+
+def _describe(state: SessionState, forest: Forest, call: Call) -> dict[str, Any]:
+    children = [forest.calls[each] for each in forest.children(call.call_id)]
+    following = min(children, key=lambda each: each.started_at, default=None)
+    return {
+        "session_id": state.info.session_id,
+        "call_id": call.call_id,
+        "messages": rows.messages_of(call, forest),
+        "reply": json.loads(call.reply),
+        "next": [] if following is None else json.loads(following.messages),
+        "reward": state.reward,
+    }
+
+
+async def _vote(services: Services, judge: Judge, session_id: str, shown: Mapping[str, Any]) -> tuple[float, str]:
+    if judge.url is not None:
+        return await _ask_endpoint(services, judge.url, judge.timeout_seconds, shown)
+    conversation = shorten("\n".join(json.dumps(each, ensure_ascii=False) for each in shown["messages"]))
+    reply, following = (json.dumps(shown[name], ensure_ascii=False) for name in ("reply", "next"))
+    question = f"{INSTRUCTION}\n\n{conversation}\n\nThe message:\n{reply}\n\nWhat came of it:\n{shorten(following)}"
+    # Votes of a judge that always answers the same would be one.
+    temperature = 0.0 if judge.votes == 1 else 1.0
+    answer = await ask_model(services.pool, session_id, judge.model or "", question, _ANSWERS, temperature)
+    number = read_number(answer)
+    if not 0 <= number <= BEST:
+        raise ChooserFailed(f"the judge answered {number}, which is not from 0 to {BEST}")
+    return number / BEST, ""
+
+
+async def _ask_endpoint(services: Services, url: str, seconds: float, shown: Mapping[str, Any]) -> tuple[float, str]:
+    content_type = {"content-type": "application/json"}
+    try:
+        status, content = await services.outbound.post(url, json.dumps(shown).encode(), content_type, seconds=seconds)
+    except OutboundFailed as error:
+        raise EngineFailed(f"the judge at {url} was not reached: {error}") from error
+    try:
+        told = json.loads(content)
+        score, hint = told["score"], told.get("hint") or ""
+    except (ValueError, KeyError, TypeError, AttributeError):
+        score, hint = None, ""
+    if status != 200 or type(score) not in (int, float) or not math.isfinite(score) or not isinstance(hint, str):
+        raise EngineFailed(f"the judge at {url} answered {status} without a finite 'score': {content[:200]!r}")
+    return float(score), hint[:MOST_HINT]

@@ -1,0 +1,81 @@
+"""How scoring ends without scores: refused, too long, or given up; the reason stands with the session and in its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.proxy.scoring.test_scoring import lease, play, scored, state_of
+from tests.support.engine.scripted_engine import Fail, ScriptedEngine
+from tests.support.service.redis_server import RedisServer
+from tests.support.service.running_service import RunningService
+from tests.support.service.verbatim_process import TRAINER, wait_until
+
+
+@contextmanager
+def scoring(redis_server: RedisServer, student: ScriptedEngine, teacher: ScriptedEngine) -> Iterator[RunningService]:
+    """A service that gives up at the first failure."""
+    redis_server.flushall()
+    scorers: dict[str, Any] = {
+        "teacher": {"policy": "teacher"},
+        "optional": {"policy": "teacher", "required": False},
+        "nobody": {"policy": "nobody"},
+    }
+    # Nobody listens there.
+    judges = {"strict": {"url": "http://127.0.0.1:9/turn", "required": True}}
+    limits = {"timeout_seconds": 0.001}
+    with student, teacher:
+        engines = [student.url, f"teacher={teacher.url}"]
+        with RunningService(engines, redis_server.url, scorers=scorers, judges=judges, scoring=limits) as service:
+            yield service
+
+
+def test_a_group_fails_whose_required_scorer_is_dead_and_another_is_delivered_with_the_reason(
+    redis_server: RedisServer,
+) -> None:
+    teacher = ScriptedEngine()
+    with scoring(redis_server, ScriptedEngine(), teacher) as service:
+        teacher.script = lambda generation, index: Fail(500, "out of order")
+        failed = play(service, scores=["teacher"])
+        (row,) = lease(service, play(service, scores=["optional"]))
+        told = row["scores"]["optional"]
+        assert "not scored within" in told["error"] and "out of order" in told["error"]
+        assert all(each is None for each in told["logprobs"])
+        wait_until(lambda: state_of(service, failed, "teacher")["state"] == "failed", 60, "the scorer is given up")
+        assert "out of order" in state_of(service, failed, "teacher")["error"]
+        assert service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 1}).status_code == 204
+
+
+def test_a_scorer_whose_policy_has_no_engine_is_not_replaced_by_another_policy(redis_server: RedisServer) -> None:
+    student, teacher = ScriptedEngine(), ScriptedEngine()
+    with scoring(redis_server, student, teacher) as service:
+        session_id = play(service, scores=["nobody"])
+        wait_until(lambda: state_of(service, session_id, "nobody")["state"] == "failed", 60, "it is given up")
+        assert "no engine of the policy 'nobody'" in state_of(service, session_id, "nobody")["error"]
+        assert not scored(student.generations + teacher.generations)
+
+
+def test_rows_over_the_scorers_window_are_said_and_the_calls_before_them_scored(redis_server: RedisServer) -> None:
+    with scoring(redis_server, ScriptedEngine(), ScriptedEngine(max_model_len=90)) as service:
+        (row,) = lease(service, play(service, turns=4, scores=["optional"]))
+        told = row["scores"]["optional"]
+        assert "window of 90" in told["error"]
+        known = [at for at, each in enumerate(told["logprobs"]) if each is not None]
+        assert known and max(known) < 90
+
+
+def test_a_scorer_with_another_vocabulary_is_refused_by_name(redis_server: RedisServer) -> None:
+    teacher = ScriptedEngine("llama3")
+    with scoring(redis_server, ScriptedEngine("qwen3"), teacher) as service:
+        (row,) = lease(service, play(service, scores=["optional"]))
+        assert "another vocabulary" in row["scores"]["optional"]["error"]
+        assert not scored(teacher.generations)
+
+
+def test_a_session_without_required_verdicts_is_not_delivered_and_says_why(redis_server: RedisServer) -> None:
+    with scoring(redis_server, ScriptedEngine(), ScriptedEngine()) as service:
+        session_id = play(service, scores=["strict"])
+        wait_until(lambda: state_of(service, session_id, "strict")["state"] == "failed", 60, "it is given up")
+        assert "was not reached" in state_of(service, session_id, "strict")["error"]
+        assert service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 1}).status_code == 204
