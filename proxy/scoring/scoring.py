@@ -237,7 +237,7 @@ class Scoring:
 
     async def _give_up(self, work: SessionScoring, job: ScoreJob, settled: Settled, reason: str) -> None:
         """Stores why the calls that are left have nothing."""
-        state = await load_session(self._services, job)
+        state = await _load(self._services, job)
         left = self._leave_missing(settled, state, job.scorer, await self._services.scores.load(job.session_id))
         self._metrics.count_failure(job.scorer, "gave_up", len(left))
         if job.scorer in self._judges:
@@ -259,7 +259,7 @@ class Scoring:
         await self._jobs.settle(taken)
 
 
-async def load_session(services: Services, job: ScoreJob) -> SessionState:
+async def _load(services: Services, job: ScoreJob) -> SessionState:
     """Raises NotFound if the session is gone."""
     state = await services.sessions.load(job.session_id)
     if state is None or state.info.created_at != job.created_at:

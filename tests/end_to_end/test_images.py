@@ -93,7 +93,7 @@ class Training:
 def training(engine: VisionEngine, redis_server: RedisServer, tmp_path: Path) -> Iterator[Training]:
     """However a test ends, the next one finds the engine with the weights that it started with."""
     redis_server.flushall()
-    scorers = {"self": {}}
+    scorers: dict[str, Any] = {"self": {}}
     with (
         RunningService(engine.url, redis_server.url, scorers=scorers) as service,
         TrainerClient(service.url, TRAINER) as trainer,
@@ -174,6 +174,7 @@ def answer(session: Session, messages: list[Any], stream: bool) -> dict[str, Any
     return {"role": "assistant", "content": streamed_text(session.ask(messages, stream=True, **fields))[0]}
 
 
+@pytest.mark.case(94)
 def test_a_scorer_sees_the_pixels_too(engine: VisionEngine, training: Training) -> None:
     """The policy itself, which gives each token what it gave when it sampled it: without the images, or with others, it would not."""
     session = training.service.session(scores=["self"])

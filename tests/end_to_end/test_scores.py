@@ -83,6 +83,7 @@ def wait_for(service: RunningService, session: Session, scorer: str) -> None:
     wait_until(is_scored, 300, f"{session.session_id} is scored by {scorer}")
 
 
+@pytest.mark.case(94)
 def test_a_teachers_scores_of_a_tree_are_those_of_transformers_and_cost_little_more_than_its_distinct_tokens(
     service: RunningService, teacher_model: Path
 ) -> None:

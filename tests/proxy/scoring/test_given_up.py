@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 from tests.proxy.scoring.test_scoring import lease, play, scored, state_of
 from tests.support.engine.scripted_engine import Fail, ScriptedEngine
 from tests.support.service.redis_server import RedisServer
@@ -31,6 +33,7 @@ def scoring(redis_server: RedisServer, student: ScriptedEngine, teacher: Scripte
             yield service
 
 
+@pytest.mark.case(95)
 def test_a_group_fails_whose_required_scorer_is_dead_and_another_is_delivered_with_the_reason(
     redis_server: RedisServer,
 ) -> None:

@@ -127,6 +127,27 @@ def test_rows_that_share_their_beginning_are_computed_once_and_never_read_from_t
     assert any(each.cached_tokens for each in asked)
 
 
+def test_a_push_between_two_requests_is_told_by_the_versions_of_the_scores(
+    student: ScriptedEngine, teacher: ScriptedEngine, service: RunningService
+) -> None:
+    """Nothing that one version said is laid beside what another says of the same call."""
+    asked: list[Generation] = []
+
+    def script(generation: Generation, index: int) -> None:
+        if generation.sampling.get("prompt_logprobs") is not None:
+            asked.append(generation)
+            teacher.sampler.version = "3" if len(asked) > 1 else "default"
+
+    teacher.script = script
+    try:
+        rows = lease(service, play(service, branches=3, scores=["teacher"]))
+    finally:
+        teacher.sampler.version = "default"
+    for row in rows:
+        check_row(row)
+    assert {span[0] for row in rows for span in row["scores"]["teacher"]["weight_versions"]} == {0, 3}
+
+
 FAULTS: dict[str, Any] = {
     "a short list": lambda generation, told: told[:-1],
     "no list": lambda generation, told: [],
@@ -179,6 +200,7 @@ def state_of(service: RunningService, session_id: str, scorer: str) -> dict[str,
     return told
 
 
+@pytest.mark.case(95)
 def test_ids_masks_and_logprobs_are_those_of_an_unscored_session(
     student: ScriptedEngine, teacher: ScriptedEngine, service: RunningService
 ) -> None:
