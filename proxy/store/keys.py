@@ -162,10 +162,6 @@ DELIVERY = tuple(
 """In the order in which `scripts/_delivery.lua` unpacks them."""
 GROUP_TOTALS = "vb:{delivery}:totals"
 GROUP_POLICIES = "vb:{delivery}:policies"
-RUN_CELLS = "vb:{delivery}:cells"
-RUN_CURVES = "vb:{delivery}:curves"
-RUNS = "vb:{delivery}:runs"
-RUN_GROUPS = "vb:{delivery}:run_groups"
 ARRIVALS = "vb:{delivery}:arrivals"
 
 WEIGHTS_IDENTITY = "vb:{weights}:identity"

@@ -480,11 +480,6 @@ def _decode(replica: Replica, path: str, data: bytes, answer: type[T]) -> T:
         raise EngineFailed(f"engine {replica.name} answered {path} with something unexpected: {error}") from error
 
 
-def _encode_body(replica: Replica, body: Any) -> bytes:
-    """The body as JSON, with the engine's own name of the model, also in a request it quotes."""
-    return _encode(_address(replica, body))
-
-
 def _address(replica: Replica, body: Any) -> Any:
     if not isinstance(body, dict) or replica.name_served(body.get("model", "")) == body.get("model", ""):
         return body

@@ -314,6 +314,7 @@ async def test_a_close_in_another_process_counts_every_reply_that_was_delivered(
             equal = replace(decode(record(call_id, "s", prompt=[1], sampled=[2])), digest=b"q", started_at=float(number))
             await other.sessions.commit("s", call_id, {call_id: encode(equal)})
             other.sessions.note_answered("s", [call_id], delivered=True)
+        assert await own.sessions.find_holders("s") == {other.peers.process}, "it has not told of every reply"
         state = await close_session(own, "s", "completed", 1.0, None)
         built = await session_rows(own, state)
         assert (built.accounting.exported_tokens, built.accounting.quarantined) == (2, ())
