@@ -15,9 +15,9 @@ from typing import Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from contract.deltas import Chain, fold, has_digests, is_delta, read_chain, verify
+from contract.deltas import Chain, Stamps, check, fold, has_digests, is_delta, read_chain, verify
 from contract.peer_deltas import name_peer
-from contract.tensor_files import BrokenWeights, list_files, map_tensors
+from contract.tensor_files import BrokenWeights, Tensor, list_files, map_tensors
 from proxy.engine.in_vllm.mirror import Mirror
 
 DTYPES = {
@@ -58,12 +58,14 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Files of `places`. `held` keeps the mirror's copy in its place."""
+    """Files of `places`. With `stamps` each tensor is verified as it is read: in the mode wait, minutes may have passed since it was
+    prepared. `held` keeps the mirror's copy in its place."""
 
     headers: Headers
     places: Mapping[str, Path]
     root: str | None = None
     kind: str = "full"
+    stamps: Stamps | None = None
     held: object = field(default=None, compare=False)
 
     def read(self, names: Collection[str]) -> Tensors:
@@ -73,7 +75,10 @@ class Checkpoint:
         for file, inside in by_file.items():
             with safe_open(file, framework="pt", device="cpu") as tensors:
                 for name in inside:
-                    yield name, tensors.get_tensor(name)
+                    tensor = tensors.get_tensor(name)
+                    if self.stamps is not None:
+                        check(name, as_bits(tensor, self.stamps[name].dtype), self.stamps[name], f"in {file}")
+                    yield name, tensor
 
     def are_equal(self, first: str, second: str) -> bool:
         tensors = dict(self.read((first, second)))
@@ -102,6 +107,12 @@ class Folded:
         return self.chain.stamps[first] == self.chain.stamps[second]
 
 
+def as_bits(tensor: torch.Tensor, dtype: str) -> Tensor:
+    """Its bytes, with the format's name of its dtype if that is `dtype`."""
+    named = dtype if DTYPES[dtype] == tensor.dtype else str(tensor.dtype)
+    return Tensor(named, tuple(tensor.shape), tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
 def open_source(path: str, kind: str | None, mirror: Mirror | None) -> WeightSource:
     """What the push of `path` as `kind` (None: whatever it is) loads. Raises BrokenWeights, naming the file, link or tensor."""
     folder = Path(path)
@@ -119,11 +130,11 @@ def open_source(path: str, kind: str | None, mirror: Mirror | None) -> WeightSou
     if mirror is not None:
         copy = mirror.advance(chain)
         opened = open_checkpoint(copy.state.folder)
-        return Checkpoint(opened.headers, opened.places, chain.root, found, copy)
+        return Checkpoint(opened.headers, opened.places, chain.root, found, chain.stamps, copy)
     if found == "full":
         verify(chain.anchor)
         opened = open_checkpoint(folder)
-        return Checkpoint(opened.headers, opened.places, chain.root)
+        return Checkpoint(opened.headers, opened.places, chain.root, stamps=chain.stamps)
     for _ in fold(map_tensors(chain.anchor.folder), chain.links, chain.stamps):
         pass
     return Folded(chain, {name: TensorHeader(stamp.shape, DTYPES[stamp.dtype]) for name, stamp in chain.stamps.items()})

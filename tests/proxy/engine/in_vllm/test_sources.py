@@ -11,7 +11,7 @@ import torch
 
 from contract.deltas import DELTA, has_digests, root_of, stamp
 from contract.tensor_files import BrokenWeights, map_tensors, read_header
-from proxy.engine.in_vllm.mirror import Mirror
+from proxy.engine.in_vllm.mirror import CURRENT, Mirror
 from proxy.engine.in_vllm.sources import Preparation, WeightSource, open_checkpoint, open_source
 from trainer_client.publish import write_weights
 from trainer_client.publish_deltas import DeltaWriter
@@ -62,6 +62,26 @@ def test_damage_anywhere_in_a_chain_is_named_before_anything_is_loaded(
     file.write_bytes(data)
     with pytest.raises(BrokenWeights, match="embed"):
         open_source(str(folder), "delta", Mirror(tmp_path / "mirror") if mirrored else None)
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+@pytest.mark.parametrize("version", ["version-1", "version-3"])
+def test_damage_after_the_preparation_is_named_when_it_is_loaded(
+    version: str, mirrored: bool, folder: Path, tmp_path: Path
+) -> None:
+    """Calls may take minutes to end in between: the files of an anchor were read again then, and not verified."""
+    source = open_source(str(folder.with_name(version)), None, Mirror(tmp_path / "mirror") if mirrored else None)
+    files = (
+        (tmp_path / "mirror" / CURRENT).glob("*.safetensors")
+        if mirrored
+        else folder.with_name("version-1").glob("model-00001-*")
+    )
+    file = next(iter(files))
+    data = bytearray(file.read_bytes())
+    data[read_header(file).places["embed"][2] + 9] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(BrokenWeights, match="embed does not have the bytes that were published"):
+        dict(source.read(source.headers))
 
 
 def test_an_anchor_is_verified_and_a_checkpoint_without_digests_is_not(folder: Path, state: State, tmp_path: Path) -> None:
