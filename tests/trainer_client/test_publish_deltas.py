@@ -12,6 +12,7 @@ import torch
 from contract.deltas import DELTA, fold, has_digests, is_delta, read_chain, verify
 from contract.errors import NoAnswer
 from contract.tensor_files import map_tensors
+from tests.support.full_disk import disk_with_room_for
 from tests.support.service.scripted_service import Answer, ScriptedService, json_answer
 from trainer_client.client import TrainerClient
 from trainer_client.errors import UnpublishableWeights
@@ -150,10 +151,20 @@ def got_no_answer(trainer: Trainer) -> None:
     trainer.refuse(False)
 
 
+def had_a_full_disk(trainer: Trainer) -> None:
+    with disk_with_room_for(50), pytest.raises(OSError, match="File too large"):
+        trainer.publish(train(train(weights())))
+    assert not trainer.folder().exists()
+    trainer.version -= 1
+
+
 @pytest.mark.parametrize(
     "happens",
-    [rolled_back, pushed_by_another_trainer, pushed_without_digests, lost_the_base, began_again, was_refused, got_no_answer],
-)
+    [
+        rolled_back, pushed_by_another_trainer, pushed_without_digests, lost_the_base, began_again, was_refused, got_no_answer,
+        had_a_full_disk,
+    ],
+)  # fmt: skip
 def test_the_next_version_is_an_anchor_when_the_engines_may_hold_others(
     happens: Callable[[Trainer], None], trainer: Trainer
 ) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import multiprocessing
-import os
 import shutil
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from contract.deltas import (
 )
 from contract.tensor_files import BrokenWeights, Tensor, map_tensors, read_header, write_file
 from proxy.engine.in_vllm.mirror import BUILDING, CURRENT, Mirror
+from tests.support.full_disk import disk_with_room_for
 
 
 def make_version(folder: Path, before: State | None, seed: int) -> State:
@@ -136,19 +135,14 @@ def test_a_damaged_link_leaves_the_mirror_as_it_was(mirror: Mirror, versions: li
     assert not (tmp_path / "mirror" / BUILDING).exists()
 
 
-def test_a_full_disk_leaves_the_mirror_as_it_was(
-    mirror: Mirror, versions: list[State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("room", [0, 5000])
+def test_a_full_disk_leaves_the_mirror_as_it_was(room: int, mirror: Mirror, versions: list[State], tmp_path: Path) -> None:
+    """At the first byte, and in the middle of the tensors."""
     before = mirror.advance(read_chain(versions[1].folder)).state
-
-    def fail(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as full:
-        full.setattr("contract.tensor_files.os.fsync", fail)
-        with pytest.raises(BrokenWeights, match=r"the mirror in .* cannot be written: .*No space left on device"):
-            mirror.advance(read_chain(versions[2].folder))
+    with disk_with_room_for(room), pytest.raises(BrokenWeights, match=r"the mirror in .* cannot be written: .*too large"):
+        mirror.advance(read_chain(versions[2].folder))
     assert held(tmp_path) == before
+    assert not (tmp_path / "mirror" / BUILDING).exists()
     verify(mirror.advance(read_chain(versions[2].folder)).state)
 
 
