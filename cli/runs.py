@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
 
-from cli.options import SERVICE, AsJson, ServiceUrl
+from cli.options import SERVICE, AsJson, ServiceUrl, check_installed
 from cli.refusal import CommandError
 from reconstruct.reasons import REASONS
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help=f"List, show, compare, end and hide training runs. Sessions and tasks name theirs with --run. {SERVICE}",
+    help=f"List, show, compare, export, end and hide training runs. Sessions and tasks name theirs with --run. {SERVICE}",
 )
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
 ROWS: Mapping[str, tuple[str, bool]] = {
@@ -102,6 +104,39 @@ def compare(
         print_json(found)
     else:
         standard_output().print(sums_table(found))
+
+
+@app.command("export", short_help="Write a run's curves for TensorBoard or W&B.")
+def export(
+    run: Run,
+    tensorboard: Annotated[Path | None, typer.Option(metavar="DIR", help="Event files go to DIR/RUN.")] = None,
+    wandb: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[ENTITY/]PROJECT", help="A W&B run in this project; W&B's own variables count, as WANDB_MODE=offline."
+        ),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until the run is marked as ended, or Ctrl-C.")] = False,
+    url: ServiceUrl = None,
+) -> None:
+    """Write the numbers of each weight version of a run, a step per version. Repeat the command to add what is new.
+
+    \b
+    verbatim runs export grpo-3 --tensorboard logs --follow
+    """
+    from cli.control import CommandClient
+    from cli.run_exports import EventFiles, Opening, WandbRun, export_curves
+    from cli.stop_signals import StopSignals
+
+    openings: list[Opening] = [partial(EventFiles, tensorboard)] if tensorboard else []
+    openings += [partial(WandbRun, wandb)] if wandb else []
+    if not openings:
+        raise CommandError("say where to: --tensorboard DIR, --wandb PROJECT, or both", exit_code=2)
+    for name, wanted in (("tensorboard", tensorboard), ("wandb", wandb)):
+        if wanted:
+            check_installed(f"runs export --{name}", [name], name)
+    with StopSignals() as stop:
+        export_curves(CommandClient(url), run, openings, follow=follow, pause=stop.wait)
 
 
 @app.command("mark", short_help="End or hide a run, or take that back.")

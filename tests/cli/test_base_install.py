@@ -59,6 +59,8 @@ REFUSED = (
     (("groups", "show", "none"), "no group"),
     (("runs", "show", "none"), "no run"),
     (("runs", "compare", "none"), "no run"),
+    (("runs", "export", "none", "--wandb", "p"), "pip install '.[wandb]'"),
+    (("runs", "export", "none", "--tensorboard", "logs"), "pip install '.[tensorboard]'"),
     (("runs", "mark", "none", "--ended"), "no run"),
     (("weights", "push", "/none"), "no replica serves version 1"),
     (("weights", "rollback"), "the history has no"),

@@ -41,6 +41,7 @@ ALSO = ("proxy.app", "proxy.tasks.router", "rollout.node", "trainer_client")
 HURRIED = (
     "cli.generation.rounds.POLL_SECONDS",
     "cli.node.LOOK_SECONDS",
+    "cli.run_exports.POLL_SECONDS",
     "cli.tasks.POLL_SECONDS",
     "proxy.engine.pool.standing.RETRY_SECONDS",
     "rollout.node.LOOK_SECONDS",
