@@ -190,6 +190,17 @@ def test_models_lie_in_a_claim_that_is_there() -> None:
     assert the({}, "StatefulSet", "-vllm")["spec"]["volumeClaimTemplates"]
 
 
+def test_engines_have_a_mirror_of_the_weights_where_it_has_a_size() -> None:
+    values = {"vllm": {"mirrorSize": "400Gi", "extraModels": {"judge": {"model": "Qwen/Qwen3-8B", "mirrorSize": ""}}}}
+    pod = pod_of(the(values, "StatefulSet", "-vllm")) or {}
+    (mount,) = [each for each in container(pod)["volumeMounts"] if each["name"] == "mirror"]
+    assert environment(container(pod))["VERBATIM_MIRROR"] == mount["mountPath"]
+    assert {"name": "mirror", "emptyDir": {"sizeLimit": "400Gi"}} in pod["volumes"]
+    judge = pod_of(the(values, "StatefulSet", "-vllm-judge")) or {}
+    assert "VERBATIM_MIRROR" not in environment(container(judge))
+    assert "mirror" not in [each["name"] for each in judge["volumes"]]
+
+
 def test_the_store_sees_a_certificate_of_the_service() -> None:
     pod = pod_of(the(BOOK, "Deployment", "-proxy")) or {}
     address = Address.parse(environment(container(pod))["VERBATIM_REDIS"])

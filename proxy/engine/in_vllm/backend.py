@@ -46,8 +46,6 @@ logger = init_logger("vllm.verbatim")
 BACKEND = "verbatim"
 NCCL_CHECKED = ("0.32", "0.33")
 """The first two numbers of the versions of vLLM whose NCCL engine is used."""
-MIRROR = "VERBATIM_MIRROR"
-"""The environment variable with the folder of the mirror; without it deltas are folded while they are loaded."""
 _NO_BACKEND = f'start vLLM with --weight-transfer-config \'{{"backend": "{BACKEND}"}}\''
 
 
@@ -118,7 +116,9 @@ class VerbatimEngine(WeightTransferEngine[VerbatimInit, VerbatimUpdate]):
         self._original = _original_headers(self.vllm_config)
         self._expected: dict[str, int] | None = None
         self._accepted: dict[str, tuple[tuple[int, ...], torch.dtype]] | None = None
-        self._mirror = Mirror(Path(os.environ[MIRROR])) if os.environ.get(MIRROR) else None
+        # Without it deltas are folded while they are loaded.
+        mirror = os.environ.get("VERBATIM_MIRROR")
+        self._mirror = Mirror(Path(mirror)) if mirror else None
         self._preparation: Preparation | None = None
         self.claims = Claims()
         self.identity = secrets.token_hex(8)

@@ -52,6 +52,7 @@ MATRIX: Mapping[str, Values] = {
             "runtimeClassName": "nvidia",
             "nodeSelector": {"gpu": "h200"},
             "cache": {"storageClass": "fast"},
+            "mirrorSize": "400Gi",
             "keda": {"enabled": True, "callsPerEngine": 48},
         },
         "nodes": {"keda": {"enabled": True}, "labels": {"region": "north"}},
