@@ -88,7 +88,9 @@ def test_a_teachers_scores_of_a_tree_are_those_of_transformers_and_cost_little_m
     service: RunningService, teacher_model: Path
 ) -> None:
     session = service.session(scores=["teacher"])
-    question: list[Any] = [{"role": "user", "content": "Find the number, and say how you found it. " * 60}]
+    # What the teacher has scored before is in its cache, all of it, and has to be computed again.
+    text = f"{session.session_id}: find the number, and say how you found it. "
+    question: list[Any] = [{"role": "user", "content": text + "Think before you answer. " * 60}]
     asked = {"max_tokens": 40, "temperature": 1.0, "extra_body": {**PLAIN, "ignore_eos": True}}
     first = session.answer(question, seed=1, **asked)
     further = [*question, first, {"role": "user", "content": "Once more, and take another way this time. " * 20}]
