@@ -328,12 +328,12 @@ class Settings(BaseSettings):
     the memory of the machine, or of its container, divided among the processes."""
 
     scorers: dict[ScorerName, Scorer] = Field(default_factory=dict)
-    """Who is asked for the logprobs of sampled tokens, by names that sessions use in `scores` ([Scores](scores.md)):
+    """Who is asked for the logprobs of sampled tokens, by names that sessions use in `scores`:
     {"teacher": {"policy": "teacher", "top_k": 8, "at": "close", "required": true}}. `policy`: whose engines; "" is the default policy.
     `at`: close, of sessions that name it; demand; or call, which asks the policy that sampled while its version serves. `when`: always, or
     of calls under a grammar. `top_k`: so many alternatives a token. `required`: a session without its scores is not usable."""
     judges: dict[ScorerName, Judge] = Field(default_factory=dict)
-    """Who is asked for a reward of each call of a closed session that names it in `scores` ([Scores](scores.md#judges)): {"prm": {"url":
+    """Who is asked for a reward of each call of a closed session that names it in `scores`: {"prm": {"url":
     "http://judge:9000/turn"}}, or a frozen `model` of the pool with so many `votes`. `required`: a session without its verdicts is not
     usable. `timeout_seconds`: of one question to a url."""
     scoring: ScoringLimits = ScoringLimits()
