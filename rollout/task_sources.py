@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from contract.tasks import Budgets, EvaluatorSpec, Exec, HarnessSpec, McpServer, Network, RuntimeSpec, Task
+from contract.tasks import Budgets, EvaluatorSpec, Exec, HarnessSpec, McpServer, Network, RuntimeSpec, Task, Upload
 from rollout.evaluators.swebench import FIELDS
 
 DEFAULT_AGENT_SECONDS = 1800.0
@@ -60,6 +60,11 @@ def _read_text(folder: Path, name: str) -> str:
         raise BadTaskFolder(f"{folder}/{name} cannot be read: {error}") from error
 
 
+HARBOR_WORKDIR = "/app"
+HARBOR_PLACES = ["/app", "/logs", "/solution", "/tests"]
+"""Folders that tasks and verifiers of Harbor's take for granted."""
+
+
 def harbor_task(
     folder: Path,
     harness: HarnessSpec,
@@ -71,6 +76,7 @@ def harbor_task(
     **fields: Any,
 ) -> Task:
     """The task of `folder`. `image` overrides the folder's; `variables` are the values of `${NAME}`; `fields` are further fields of `Task`.
+    With the runtime kind `local` nothing is built: the node's own programs are there, and the files beside the Dockerfile in the workdir.
     Raises `BadTaskFolder`."""
     config = _read_config(folder)
     environment, verifier = config.get("environment", {}), config.get("verifier", {})
@@ -94,7 +100,7 @@ def harbor_task(
         harness=replace(harness, mcp_servers=(*harness.mcp_servers, *_read_mcp_servers(folder, environment))),
         evaluator=EvaluatorSpec("harbor", options, fresh_runtime=False),
         runtime=runtime,
-        prepare=_wait_until_healthy(environment),
+        prepare=(*(_upload_context(folder) if runtime.kind == "local" else ()), *_wait_until_healthy(environment)),
         environment=_resolve(folder, environment.get("env", {}), variables or {}),
         budgets=_set_budgets(config, seconds),
         metadata={"harbor": {"task": config.get("task", {}).get("name", folder.name), **config.get("metadata", {})}},
@@ -177,18 +183,35 @@ def _read_network(folder: Path, section: Mapping[str, Any], default: str) -> Net
 
 def _read_runtime(folder: Path, config: Mapping[str, Any], image: str | None, kind: str, network: Network) -> RuntimeSpec:
     environment = config.get("environment", {})
-    image = image or environment.get("docker_image")
-    if not image:
+    workdir = environment.get("workdir") or _find_workdir(folder)
+    options: dict[str, Any] = {}
+    if kind == "local":
+        if image:
+            raise BadTaskFolder(f"{folder}: a local runtime has no image ({image}): leave it out")
+        workdir, options = workdir or HARBOR_WORKDIR, {"places": HARBOR_PLACES}
+    elif not (image := image or environment.get("docker_image")):
         raise BadTaskFolder(f"{folder} names no docker_image: build its environment/Dockerfile and give the image's name")
     return RuntimeSpec(
         kind=kind,
         image=image,
+        options=options,
         cpus=float(environment.get("cpus") or 1),
         memory_mb=int(environment.get("memory_mb") or _parse_megabytes(environment.get("memory")) or 2048),
         disk_mb=environment.get("storage_mb") or _parse_megabytes(environment.get("storage")),
         network=_read_network(folder, config.get("agent", {}), network),
-        workdir=environment.get("workdir") or _find_workdir(folder),
+        workdir=workdir,
     )
+
+
+def _upload_context(folder: Path) -> tuple[Upload, ...]:
+    """What a Dockerfile could copy, into the workdir."""
+    root = folder / "environment"
+    files = sorted(path for path in root.rglob("*") if not path.is_dir() and path != root / "Dockerfile")
+    uploads = []
+    for path in files:
+        content, mode = _read_file(folder, path)
+        uploads.append(Upload(path.relative_to(root).as_posix(), content, mode=mode & 0o777))
+    return tuple(uploads)
 
 
 def _parse_megabytes(size: str | None) -> int | None:

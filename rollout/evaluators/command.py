@@ -194,7 +194,12 @@ shift
 for path in "$@"; do
     [ -L "$path" ] || chmod -R u+rwX -- "$path" 2> /dev/null
 done
-exec rm -rf -- "$@"
+rm -rf -- "$@" && exit
+for path in "$@"; do
+    # A place of the runtime's own stays, but empty.
+    [ -d "$path" ] && [ ! -L "$path" ] && [ -z "$(ls -A -- "$path")" ] && continue
+    [ ! -e "$path" ] && [ ! -L "$path" ] || exit 1
+done
 """
 """sh -c _CLEAR sh <folders that must not be files>... -- <paths to remove>... Nothing can be removed from a folder that its owner may not
 write, or made there."""

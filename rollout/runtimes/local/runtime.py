@@ -1,7 +1,8 @@
 """The node's own machine as a runtime: a folder per runtime, and every command in a limited bubblewrap sandbox.
 
 Option `sandbox`: `bwrap` (the default), or `none`, with which a command may read, write and reach whatever the node's user may; a task
-has to ask for both that and `network: full`. Processes do not outlive the command that started them; files do.
+has to ask for both that and `network: full`. Option `places`: folders that a sandbox has besides its home, workdir and /tmp, empty and its
+own. Processes do not outlive the command that started them; files do.
 """
 
 from __future__ import annotations
@@ -50,6 +51,20 @@ _START_SECONDS = 60.0
 _SWEEP_SECONDS = 10.0
 
 
+def read_places(spec: RuntimeSpec) -> list[str]:
+    """Raises `BadRuntime`."""
+    places = spec.options.get("places", [])
+    if not isinstance(places, list) or not all(isinstance(each, str) for each in places):
+        raise BadRuntime(f"options.places: {places!r} is not a list of paths")
+    return [each for each in places if each != (spec.workdir or WORKDIR)]
+
+
+def _check_place(what: str, path: str) -> None:
+    first = check_path(what, path).split("/")[1]
+    if first in (*SYSTEM, *OWN) or HOME.startswith(path):
+        raise BadRuntime(f"{what}: {path} belongs to the system, or contains the home: choose another")
+
+
 class LocalKind:
     name = "local"
 
@@ -60,19 +75,19 @@ class LocalKind:
 
     def check(self, spec: RuntimeSpec) -> None:
         check_common(spec)
-        check_options(spec, ("sandbox",))
+        check_options(spec, ("sandbox", "places"))
         sandbox = spec.options.get("sandbox", "bwrap")
         if sandbox not in ("bwrap", "none"):
             raise BadRuntime(f"options.sandbox cannot be {sandbox!r}: choose bwrap or none")
         if spec.image is not None:
             raise BadRuntime(f"image: a local runtime has none ({spec.image!r}): it is the node's own system")
         if spec.workdir is not None:
-            first = check_path("workdir", spec.workdir).split("/")[1]
-            if first in (*SYSTEM, *OWN) or HOME.startswith(spec.workdir):
-                raise BadRuntime(f"workdir: {spec.workdir} belongs to the system, or contains the home: choose another")
-        if sandbox == "none" and (spec.network != "full" or spec.workdir is not None):
+            _check_place("workdir", spec.workdir)
+        for place in read_places(spec):
+            _check_place("options.places", place)
+        if sandbox == "none" and (spec.network != "full" or spec.workdir is not None or read_places(spec)):
             raise BadRuntime(
-                "options.sandbox none does not isolate the network and has its own workdir: set network to full and no workdir"
+                "options.sandbox none does not isolate the network and has its own workdir: set network to full, and no workdir or places"
             )
 
     async def probe(self) -> str | None:
@@ -133,6 +148,8 @@ class LocalRuntime(CommandRuntime):
         self._sandbox = spec.options.get("sandbox", "bwrap") == "bwrap"
         self._resources = resources.Resources(spec, name, resources.find_hierarchies(kind.settings.cgroup))
         self._held_install: int | None = None
+        self._places = [(f"place-{number}", path) for number, path in enumerate(read_places(spec))]
+        """Its folder outside, and its path inside."""
         self.home = HOME if self._sandbox else str(self._folder / "home")
         self.workdir = (spec.workdir or WORKDIR) if self._sandbox else str(self._folder / "work")
 
@@ -155,7 +172,7 @@ class LocalRuntime(CommandRuntime):
         self._claimed = True
 
     def _make_folders(self) -> None:
-        for name in ("home", "work", "tmp", "shm", "etc"):
+        for name in ("home", "work", "tmp", "shm", "etc", *(name for name, _ in self._places)):
             (self._folder / name).mkdir()
         etc = self._folder / "etc"
         (etc / "hosts").write_text(passage.render_hosts(self._proxy))
@@ -220,6 +237,7 @@ class LocalRuntime(CommandRuntime):
     def _make_view(self) -> View:
         folder = self._folder
         own = [(folder / "home", HOME), (folder / "tmp", "/tmp"), (folder / "shm", "/dev/shm"), (folder / "work", self.workdir)]
+        own += [(folder / name, path) for name, path in self._places]
         readable = [(Path(each), each) for each in self._kind.settings.local_readable]
         readable += installs.list_readable(self._spec)
         readable += [(folder / "etc" / name, f"/etc/{name}") for name in ("hosts", "passwd", "group")]

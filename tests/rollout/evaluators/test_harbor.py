@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 
-from contract.tasks import Budgets, Exec, HarnessSpec, McpServer, RuntimeSpec, Task
+from contract.tasks import Budgets, Exec, HarnessSpec, McpServer, RuntimeSpec, Task, Upload
 from rollout.evaluators.base import BadReward, EvaluationFailed, EvaluationTimedOut, Score
 from rollout.evaluators.catalogue import load
 from rollout.runtimes.base import Executed
+from rollout.runtimes.local.runtime import LocalKind
 from rollout.task_sources import BadTaskFolder, harbor_task
 from tests import ROOT
 from tests.support.runtimes.evaluations import case_of, check, plain_runtime
 from tests.support.runtimes.plain_runtime import PlainRuntime
+from tests.support.runtimes.runtime_places import out, sandboxed
 
 FOLDER = ROOT / "tests/support/runtimes/formats/harbor_slugify"
 ADDED = {"OWNER": "us"}
@@ -65,6 +67,26 @@ async def test_its_own_solution_gets_the_full_reward(runtime: PlainRuntime, tmp_
     score = await verified(runtime, tmp_path, task_options())
     assert (score.reward, score.feedback) == (1.0, "4 of 4 are right (strict)")
     assert score.metadata == {"rewards": {"reward": 1.0}, "exit_code": 0}
+
+
+async def test_a_folder_runs_without_an_image_in_a_local_runtime(tmp_path: Path) -> None:
+    task = loaded(runtime_kind="local")
+    LocalKind().check(task.runtime)
+    assert (task.runtime.image, task.runtime.workdir) == (None, "/app")
+    (titles,) = task.prepare
+    assert isinstance(titles, Upload) and titles.content is not None
+    async with sandboxed(tmp_path / "runtimes").started(workdir="/app", options=task.runtime.options) as runtime:
+        await runtime.upload(titles.path, titles.content, mode=titles.mode)
+        assert await out(runtime, "cat /app/titles.txt") == (FOLDER / "environment/titles.txt").read_text()
+        await runtime.upload("/solution/solve.sh", (FOLDER / "solution/solve.sh").read_bytes(), mode=0o755)
+        await out(runtime, "/solution/solve.sh")
+        score = await load("harbor").evaluate(case_of(runtime, dict(task.evaluator.options), tmp_path))
+    assert (score.reward, score.feedback) == (1.0, "4 of 4 are right (strict)")
+
+
+def test_a_local_runtime_has_no_image() -> None:
+    with pytest.raises(BadTaskFolder, match="a local runtime has no image"):
+        loaded(runtime_kind="local", image="debian")
 
 
 async def test_a_part_of_the_work_gets_a_part_of_the_reward(runtime: PlainRuntime, tmp_path: Path) -> None:

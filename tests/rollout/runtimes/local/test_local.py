@@ -142,10 +142,21 @@ async def test_a_workdir_of_the_specs_is_where_it_says(tmp_path: Path) -> None:
         assert await out(runtime, "pwd; ls") == "/testbed/a b\nx\n"
 
 
-@pytest.mark.parametrize("workdir", ["/usr/x", "/etc", "/home", "/proc/x", "/tmp/x"])
-def test_a_workdir_that_would_hide_the_system_is_refused(workdir: str) -> None:
-    with pytest.raises(BadRuntime, match="workdir"):
-        LocalKind().check(RuntimeSpec(workdir=workdir))
+async def test_places_are_the_sandboxs_own_and_begin_empty(tmp_path: Path) -> None:
+    places = ["/app", "/logs", "/a/deep one"]
+    for _ in range(2):
+        async with sandboxed(tmp_path).started(workdir="/app", options={"places": places}) as runtime:
+            assert await out(runtime, "pwd; find /logs '/a/deep one'") == "/app\n/logs\n/a/deep one\n"
+            await runtime.upload("/logs/verifier/x", b"x")
+            assert await out(runtime, "echo y > '/a/deep one/y'; cat '/a/deep one/y' /logs/verifier/x") == "y\nx"
+
+
+@pytest.mark.parametrize("path", ["/usr/x", "/etc", "/home", "/proc/x", "/tmp/x"])
+@pytest.mark.parametrize("name", ["workdir", "places"])
+def test_a_place_that_would_hide_the_system_is_refused(path: str, name: str) -> None:
+    spec = RuntimeSpec(workdir=path) if name == "workdir" else RuntimeSpec(options={"places": ["/logs", path]})
+    with pytest.raises(BadRuntime, match=name):
+        LocalKind().check(spec)
 
 
 @pytest.mark.cell("N1")
@@ -156,10 +167,13 @@ def test_a_workdir_that_would_hide_the_system_is_refused(workdir: str) -> None:
         RuntimeSpec(options={"sandbox": "none"}),
         RuntimeSpec(options={"sandbox": "none"}, network="full", workdir="/x"),
         RuntimeSpec(options={"sandbox": "chroot"}),
+        RuntimeSpec(options={"sandbox": "none", "places": ["/logs"]}, network="full"),
+        RuntimeSpec(options={"places": "/logs"}),
+        RuntimeSpec(options={"places": ["/logs/../etc"]}),
     ],
 )
 def test_what_a_local_runtime_cannot_be_is_refused(spec: RuntimeSpec) -> None:
-    with pytest.raises(BadRuntime, match=r"image|sandbox"):
+    with pytest.raises(BadRuntime, match=r"image|sandbox|places"):
         LocalKind().check(spec)
 
 
