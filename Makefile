@@ -110,9 +110,11 @@ test-engines: $(INSTALLED) $(ENGINES)/$(VLLM)/installed
 	@status=0; VERBATIM_TESTS_VLLM=$(VLLM) $(BIN)/python -m pytest tests/engines $(ARGS) || status=$$?; \
 		$(BIN)/python -m tests.support.documents.engine_versions --write; exit $$status
 
-.PHONY: test-joins
+.PHONY: joins test-joins
+joins: $(JOIN_STAMPS)
+
 test-joins: $(INSTALLED) $(HARNESSES)/mini-swe-agent/installed $(JOIN_STAMPS)
-	$(BIN)/python -m pytest tests/joins $(ARGS)
+	$(BIN)/python -m pytest tests/joins --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

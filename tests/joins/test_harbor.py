@@ -61,7 +61,13 @@ class Harbor:
         )
 
     def job(
-        self, name: str, *agents: str, attempts: int = 2, retries: int = 1, retry_seconds: float = 120.0
+        self,
+        name: str,
+        *agents: str,
+        tasks: str = "tasks",
+        attempts: int = 2,
+        retries: int = 1,
+        retry_seconds: float = 120.0,
     ) -> list[dict[str, Any]]:
         """The results of its trials."""
         job = {
@@ -73,7 +79,7 @@ class Harbor:
             "retry": {"max_retries": retries},
             "environment": {"import_path": LOCAL, "kwargs": {"show": self._programs()}},
             "agents": [{"name": f"harbor_agents:{agent}", "model_name": "openai/policy"} for agent in agents],
-            "datasets": [{"path": str(self.folder / "tasks")}],
+            "datasets": [{"path": str(self.folder / tasks)}],
         }
         (self.folder / "job.json").write_text(json.dumps(job))
         self.run("run", "-c", "job.json", "--plugin", "verbatim", "--plugin-kwarg", f"retry_seconds={retry_seconds}", "-y")
@@ -93,14 +99,19 @@ class Harbor:
 
 @contextmanager
 def harbor_at(folder: Path, client: Path, url: str) -> Iterator[Harbor]:
-    task = folder / "tasks" / "hello"
-    for part in ("tests", "environment"):
+    write_task(folder / "tasks/hello")
+    yield Harbor(Framework("harbor", folder, client, url))
+
+
+def write_task(task: Path, *steps: str) -> None:
+    for part in ("tests", "environment", *(f"steps/{step}" for step in steps)):
         (task / part).mkdir(parents=True)
-    (task / "instruction.md").write_text("Write hello into /app/out.txt.\n")
-    (task / "task.toml").write_text(TASK_TOML)
+    instructed = [task / "steps" / step for step in steps] or [task]
+    for folder in instructed:
+        (folder / "instruction.md").write_text("Write hello into /app/out.txt.\n")
+    (task / "task.toml").write_text(TASK_TOML + "".join(f'[[steps]]\nname = "{step}"\n' for step in steps))
     (task / "environment/Dockerfile").write_text("FROM scratch\n")
     (task / "tests/test.sh").write_text(VERIFY)
-    yield Harbor(Framework("harbor", folder, client, url))
 
 
 @dataclass
@@ -125,15 +136,21 @@ def play(engine: ScriptedEngine) -> None:
     engine.script = reply
 
 
-@pytest.fixture(scope="module")
-def job(redis_server: RedisServer, client_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """One job with every agent: two attempts each, at one task."""
+@contextmanager
+def serving(redis_server: RedisServer, client: Path, folder: Path) -> Iterator[tuple[RunningService, Harbor]]:
     with (
         ScriptedEngine("qwen3", max_model_len=32_768) as engine,
         RunningService(engine.url, redis_server.url) as service,
-        harbor_at(tmp_path_factory.mktemp("harbor"), client_wheel, service.url) as harbor,
+        harbor_at(folder, client, service.url) as harbor,
     ):
         play(engine)
+        yield service, harbor
+
+
+@pytest.fixture(scope="module")
+def job(redis_server: RedisServer, client_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """One job with every agent: two attempts each, at one task."""
+    with serving(redis_server, client_wheel, tmp_path_factory.mktemp("harbor")) as (service, harbor):
         yield Job(harbor, service, harbor.job("all", "Installed", "BreaksDownOnce", "RunsOutOfTime", "CallsNothing"))
 
 
@@ -211,6 +228,30 @@ def test_a_job_is_resumed_into_the_same_groups(job: Job) -> None:
     (added,) = [each for each in job.sessions("Installed") if each["session_id"] not in before]
     assert (added["status"], added["reward"]) == ("completed", 1.0)
     assert added["group_id"] == job.sessions("Installed")[-1]["group_id"]
+
+
+def test_the_steps_of_a_trial_are_one_session_with_its_reward_and_each_has_its_own_details(
+    redis_server: RedisServer, client_wheel: Path, tmp_path: Path
+) -> None:
+    """An agent whose time ran out in a step was graded by that step's verifier: its trial has no error."""
+    with serving(redis_server, client_wheel, tmp_path) as (service, harbor):
+        write_task(tmp_path / "several/steps", "first", "second")
+        results = harbor.job("steps", "Installed", "RunsOutOfTime", tasks="several", attempts=1, retries=0)
+        listed = service.request("GET", "/sessions?limit=1000").json()["sessions"]
+        sessions = {each["metadata"]["harbor_trial"]: each for each in listed if each["task_id"] == "steps"}
+        assert len(results) == len(sessions) == 2
+        for result in results:
+            assert_steps(result, sessions[result["trial_name"]], service)
+
+
+def assert_steps(result: dict[str, Any], session: dict[str, Any], service: RunningService) -> None:
+    timed_out = "RunsOutOfTime" in result["config"]["agent"]["name"]
+    assert (session["status"], session["reward"], session["calls"]) == ("timeout" if timed_out else "completed", 1.0, 4)
+    details = [detail for step in result["step_results"] for detail in step["agent_result"]["rollout_details"]]
+    assert [len(detail["completion_token_ids"]) for detail in details] == [2, 2]
+    sampled = sum(len(turn) for detail in details for turn in detail["completion_token_ids"])
+    accounting = service.request("GET", f"/sessions/{session['session_id']}/trajectories").json()["accounting"]
+    assert sampled == accounting["sampled_tokens"] == accounting["exported_tokens"]
 
 
 def test_without_a_session_no_agent_runs(client_wheel: Path, tmp_path: Path) -> None:

@@ -153,8 +153,10 @@ class VerbatimPlugin(BaseJobPlugin):
             log.error("%s: session %s could not be closed: %s", event.trial_name, session.session_id, failure)
 
     def _judge(self, result: Any) -> tuple[str, float | None, str | None]:
-        """How the session ends. What an agent did before its time was up is graded, and trained, as everything else."""
-        failure = result.exception_info
+        """How the session ends. What an agent did before its time was up is graded, and trained, as everything else. Of several steps the
+        first that failed counts: the trial itself has no error then."""
+        failures = [each.exception_info for each in (result, *(result.step_results or ()))]
+        failure = next((each for each in failures if each is not None), None)
         error = None if failure is None else f"{failure.exception_type}: {failure.exception_message}"
         reward = self._choose_reward(result.verifier_result.rewards if result.verifier_result else None)
         kind = None if failure is None else failure.exception_type
