@@ -101,6 +101,8 @@ def test_a_run_of_its_own_command_is_recorded_with_a_projects_key_and_closed_wit
     states = [service.request("GET", f"/sessions/{session_id}").json() for session_id in closed]
     assert sorted(each["reward"] for each in states) == [0.0, 0.0, 1.0, 1.0]
     assert {each["calls"] for each in states} == {2}
+    groups = Counter((each["group_id"], each["group_size"], each["task_id"]) for each in states)
+    assert [(size, count) for (_, size, _), count in groups.items()] == [(2, 2)] * 2
     trains_no_one(traces, made["key"], made["token"], service)
 
 

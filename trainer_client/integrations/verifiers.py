@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,18 +84,21 @@ def _number(score: float | None) -> float:
 
 
 def close_rollouts(traces: Path | str, sessions: Sessions, project: str) -> dict[str, str]:
-    """Close the sessions of a finished run with what its `traces.jsonl` says. Returns each session's status, `absent` for one that never
-    called the model. Those of agents that are not trained are cancelled. May be repeated. Raises OSError, ValueError for a file that is
-    none of verifiers', ServiceError."""
+    """Close the sessions of a finished run with what its `traces.jsonl` says; the traces of a task that are ok are a group. Returns each
+    session's status, `absent` for one that never called the model. Sessions of agents that are not trained are cancelled. May be repeated.
+    Raises OSError, ValueError for a file that is none of verifiers', ServiceError."""
     closed: dict[str, str] = {}
-    for trace in read_traces(traces):
+    read = read_traces(traces)
+    sizes = Counter(trace["group"]["group_id"] for trace in read if _is_member(trace))
+    for trace in read:
         session = Session({"session_id": f"{project}.{trace['id']}", "api_key": "", "base_urls": {}}, sessions)
+        group = {**trace["group"], "group_size": sizes[trace["group"]["group_id"]]} if _is_member(trace) else {}
         try:
-            if trace["agent"].get("trainable", True):
+            if trace["trainable"]:
                 status, reward, error = judge(trace)
-                session.close(status, reward=reward, error=error)
+                session.close(status, reward=reward, error=error, **group)
             else:
-                session.close("cancelled", error=f"{trace['agent']['name']} is not trained")
+                session.close("cancelled", error="its agent is not trained")
         except ResourceNotFound:
             log.warning("there is no session %s", session.session_id)
             session.status = ABSENT
@@ -103,14 +107,21 @@ def close_rollouts(traces: Path | str, sessions: Sessions, project: str) -> dict
 
 
 def read_traces(path: Path | str) -> list[dict[str, Any]]:
-    """The traces of a `traces.jsonl`. Raises OSError, ValueError."""
+    """What decides on each trace of a `traces.jsonl`, and its group. Raises OSError, ValueError."""
     traces: list[dict[str, Any]] = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         try:
-            for trace in json.loads(line)["traces"]:
-                traces.append(
-                    {name: trace[name] for name in ("id", "agent", "ok")} | {name: trace.get(name) for name in JUDGED_BY}
-                )
+            episode = json.loads(line)
+            run = (episode.get("run") or {}).get("id") or ""
+            for trace in episode["traces"]:
+                agent, task = trace["agent"], trace["task"]["key"]
+                group = {"group_id": f"{run}/{task}/{agent.get('name', '')}", "task_id": task}
+                judged = {name: trace.get(name) for name in JUDGED_BY} | {"ok": trace["ok"]}
+                traces.append({"id": trace["id"], "trainable": agent.get("trainable", True), "group": group, **judged})
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path}, line {number}: no episode of verifiers' ({type(error).__name__}: {error})") from error
     return traces
+
+
+def _is_member(trace: Mapping[str, Any]) -> bool:
+    return bool(trace["trainable"] and trace["ok"])
