@@ -80,6 +80,9 @@ class CommandClient:
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         return self._request_json("POST", path, body=body)
 
+    def put(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return self._request_json("PUT", path, body=body)
+
     def patch(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         return self._request_json("PATCH", path, body=body)
 

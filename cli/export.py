@@ -48,6 +48,9 @@ def export(
         list[str] | None,
         typer.Option(metavar="STATUS", help="Only these: completed, failed, timeout or cancelled. Repeatable."),
     ] = None,
+    flag: Annotated[
+        str | None, typer.Option(metavar="FLAG", help="Only sessions with this flag: verbatim sessions flag.")
+    ] = None,
     builder: Builder = "merged",
     pairs: Annotated[
         Path | None,
@@ -81,7 +84,7 @@ def export(
     for name in status or ():
         if name not in ENDED:
             raise CommandError(f"--status {name!r} is invalid: choose from {', '.join(ENDED)}", exit_code=2)
-    wanted = ExportFilter(parse_time("--since", since), parse_time("--until", until), group, task, tuple(status or ENDED))
+    wanted = ExportFilter(parse_time("--since", since), parse_time("--until", until), group, task, tuple(status or ENDED), flag)
     console = Console(stderr=True)
     with ArchiveApi(url) as api:
         try:
@@ -107,12 +110,15 @@ class ExportFilter:
     group: str | None
     task: str | None
     status: tuple[str, ...]
+    flag: str | None = None
 
     def accepts(self, session: dict[str, Any]) -> bool:
         closed_at = session["closed_at"]
         if session["status"] not in self.status or closed_at is None:
             return False
         if self.task is not None and session["task_id"] != self.task:
+            return False
+        if self.flag is not None and session["flag"] != self.flag:
             return False
         return (self.since or 0) <= closed_at and (self.until is None or closed_at < self.until)
 

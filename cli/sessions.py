@@ -87,6 +87,9 @@ def show(session_id: SessionId, url: ServiceUrl = None, as_json: AsJson = False)
     console.print(sessions_table([session]))
     if session.get("error"):
         console.print(f"error: {remove_controls(session['error'])}", markup=False, highlight=False, soft_wrap=True)
+    for name in ("flag", "note"):
+        if session[name]:
+            console.print(f"{name}: {remove_controls(session[name])}", markup=False, highlight=False, soft_wrap=True)
     print_reward(console, session)
     console.print(calls_table(calls))
     console.print(accounting_line(len(rows), accounting))
@@ -168,6 +171,27 @@ class Status(StrEnum):
     FAILED = "failed"
     TIMEOUT = "timeout"
     CANCELLED = "cancelled"
+
+
+@app.command("flag", short_help="Put a flag and a note on a session.")
+def flag(
+    session_id: SessionId,
+    name: Annotated[
+        str, typer.Argument(metavar="[FLAG]", help="A word to choose sessions by. None: takes flag and note away.")
+    ] = "",
+    note: Annotated[str, typer.Option(metavar="TEXT", help="Shown on its page, and exported.")] = "",
+    url: ServiceUrl = None,
+) -> None:
+    """Put a flag and a note on a session, in place of those it has. verbatim export --flag chooses by it.
+
+    \b
+    verbatim sessions flag first good --note "finds the cause before it edits"
+    verbatim export --flag good --out reviewed
+    """
+    from cli.control import CommandClient
+
+    CommandClient(url).put(f"{path_of(session_id)}/review", {"flag": name, "note": note})
+    typer.echo(f"session {session_id}: {f'flag {name}' if name else 'no flag'}{', with a note' if note else ''}")
 
 
 @app.command("close", short_help="Close a session.")

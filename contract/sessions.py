@@ -248,6 +248,10 @@ class SessionProgress(Wire):
     per_branch: Mapping[str, float] = field(default_factory=dict)
     reward_metadata: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
+    flag: str | None = None
+    """A person's mark on it, as `good`, by which exports choose."""
+    note: str | None = None
+    """What that person wrote."""
     closed_at: float | None = None
     updated_at: float = 0.0
 
@@ -294,7 +298,7 @@ _EXAMPLE: dict[str, Any] = {
         "scores": [],
     },
     **{"max_calls": None, "max_completion_tokens": None, "max_total_tokens": None, "status": "completed", "calls": 2},
-    **{"reward": 1.0, "per_call": {}, "per_branch": {}, "reward_metadata": {}, "error": None},
+    **{"reward": 1.0, "per_call": {}, "per_branch": {}, "reward_metadata": {}, "error": None, "flag": None, "note": None},
     **{"closed_at": 1767225700.0, "updated_at": 1767225700.0},
 }
 

@@ -78,6 +78,8 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "per_call": "rewards of calls",
         "per_branch": "rewards of branches, by their last calls",
         "error": "what it was closed with",
+        "flag": "a person's mark on it; null: none",
+        "note": "what that person wrote",
         "unserved": "the last call that was not served, and why; null: none",
         "metadata": "as it was opened with",
         "sampling": "as it was opened with",

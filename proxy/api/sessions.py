@@ -85,6 +85,12 @@ class Close(Body, json_schema_extra={"example": {"status": "completed", "reward"
 LOG_CHARACTERS = 65_536
 
 
+class Review(Body, json_schema_extra={"example": {"flag": "good", "note": "Finds the cause before it edits."}}):
+    flag: str = Field("", max_length=64, pattern=r"^[A-Za-z0-9._-]*$")
+    """A word to choose sessions by; empty: none."""
+    note: str = Field("", max_length=4000)
+
+
 class AgentLog(Body, json_schema_extra={"example": {"text": "$ pytest\n1 failed, 3 passed\n"}}):
     text: str = Field(max_length=LOG_CHARACTERS)
 
@@ -255,6 +261,14 @@ async def _require_calls(services: Services, session_id: str) -> None:
         f"session {session_id} cannot be completed: the model was never called in it (its agent's base URL and key may be wrong); "
         "close it as failed"
     )
+
+
+@router.put("/{session_id}/review", dependencies=ADMIN, responses={200: {"model": SessionView, "description": "the session"}})
+async def review_session(
+    services: Served, session_id: SessionId, body: Annotated[Review, Depends(JsonBody(Review).read)]
+) -> Response:
+    """Puts a flag and a note on it, in place of those it has, at any time. They change nothing that a trainer gets."""
+    return json_response(session_as_wire(await services.sessions.set_review(session_id, body.flag, body.note)))
 
 
 @router.put("/{session_id}/log", dependencies=ADMIN, status_code=204, responses={204: {"description": "stored"}})

@@ -83,6 +83,8 @@ SESSIONS = {
     "per_branch": "json",
     "reward_metadata": "json",
     "error": "string",
+    "flag": "string",
+    "note": "string",
     "unserved": "json",
     "metadata": "json",
     "sampling": "json",
@@ -109,7 +111,8 @@ _DETAILS = {"top_token_ids": "<i4", "top_logprobs": "<f4", "prompt_logprobs": "<
 _JSON = ("per_call", "per_branch", "reward_metadata", "metadata", "sampling", "replay", "lookahead", "scores", "intents")
 _PLAIN = (
     *("session_id", "created_at", "closed_at", "updated_at", "status", "task_id", "group_id", "group_size", "reward"),
-    *("error", "calls", "run", "project", "trained", "echo_policy", "max_calls", "max_completion_tokens", "max_total_tokens"),
+    *("error", "flag", "note", "calls", "run", "project", "trained", "echo_policy"),
+    *("max_calls", "max_completion_tokens", "max_total_tokens"),
 )
 
 

@@ -112,6 +112,8 @@ def _fields(state: SessionState, leased_at: float | None) -> list[Argument]:
         "reward_metadata": pack(state.reward_metadata),
         "reward": None if state.reward is None else repr(float(state.reward)),
         "error": state.error,
+        "flag": state.flag,
+        "note": state.note,
         "closed_at": None if state.closed_at is None else repr(state.closed_at),
         "leased": None if leased_at is None else repr(leased_at),
         "unserved": None if state.unserved is None else pack_versioned(state.unserved),

@@ -419,6 +419,11 @@ class SessionStore:
         if outcome == b"leased":
             raise Conflict(f"session {session_id} was leased to a trainer: its rewards are fixed")
 
+    async def set_review(self, session_id: str, flag: str, note: str) -> SessionState:
+        """Replaces both; an empty one is taken away. Raises `NotFound`."""
+        _, *answer = await self._run("set_review", _state_and_calls(session_id), (flag, note.encode("utf-8", "replace")))
+        return _require_state(session_id, answer[0] if answer else None)
+
     async def mark_leased(self, session_id: str) -> SessionState | None:
         """Fixes the reward, and returns the state to lease; None when the session is gone."""
         return parse_state(await self._run("mark_leased", _state_and_calls(session_id), (self._now(),)))

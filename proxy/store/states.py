@@ -132,6 +132,8 @@ def parse_state(snapshot: Any) -> SessionState | None:
         per_branch=_unpack_mapping(fields.get(b"per_branch")),
         reward_metadata={**_list_hints(verdicts), **_unpack_mapping(fields.get(b"reward_metadata"))},
         error=None if error is None else error.decode(),
+        flag=fields[b"flag"].decode() if b"flag" in fields else None,
+        note=fields[b"note"].decode() if b"note" in fields else None,
         closed_at=None if closed_at is None else float(closed_at),
         updated_at=float(fields[b"updated_at"]),
         unserved=unpack_versioned(fields[b"unserved"], Unserved) if b"unserved" in fields else None,

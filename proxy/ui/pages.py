@@ -10,15 +10,18 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import RedirectResponse
 from fastapi.routing import APIRoute
 
+from proxy.api.sessions import Review
+from proxy.errors import RequestError
 from proxy.ui.conversation import ShownCall, Thread
 from proxy.ui.group_pages import STATE_WORDS
 from proxy.ui.listing import SESSION_COLUMNS, STATUSES, list_sessions, load_choices, measure_lost, measure_rate, parse_query
 from proxy.ui.pictures import draw_tree
-from proxy.ui.rendering import page
+from proxy.ui.rendering import HEADERS, address, home_of, page
 from proxy.ui.session_view import ONLY, CallFilter, ShownSession, describe_call, show_turn, summarize
-from proxy.ui.shown import Shown, Ui
+from proxy.ui.shown import Shown, Ui, read_form
 
 TURNS_ON_A_PAGE = 30
 ROWS_ON_A_PAGE = 100
@@ -37,6 +40,7 @@ def routes(kind: type[APIRoute]) -> APIRouter:
         ("/sessions/{session_id}/calls/{call_id}/details", call_details),
     ):
         router.add_api_route(path, handler, methods=["GET"])
+    router.add_api_route("/sessions/{session_id}/review", review, methods=["POST"])
     return router
 
 
@@ -124,6 +128,17 @@ async def session(
         live=view.state.status in ("open", "closing"),
         **await asyncio.to_thread(measured),
     )
+
+
+async def review(request: Request, ui: Shown, session_id: str) -> Response:
+    """Puts the form's flag and note on the session; back to its page."""
+    given = await read_form(request)
+    try:
+        wanted = Review(flag=given.get("flag", ""), note=given.get("note", ""))
+    except ValueError as error:
+        raise RequestError("a flag has at most 64 letters, digits, '.', '_' and '-', a note at most 4000 characters") from error
+    await ui.services.sessions.set_review(session_id, wanted.flag, wanted.note)
+    return RedirectResponse(address(f"{home_of(request)}/sessions/{session_id}"), 303, headers=HEADERS)
 
 
 async def turns(

@@ -9,6 +9,7 @@ GET  /ui/run                                        rewards and what goes wrong,
 POST /ui/run                                        ends or hides a run, or takes that back
 GET  /ui/run/{run.csv|run.json}                     the same numbers, as GET /run gives them
 GET  /ui/sessions/{id}                              reward, feedback, the conversation, rows
+POST /ui/sessions/{id}/review                       puts a flag and a note on it
 GET  /ui/sessions/{id}/turns                        further turns, or a fork, as a fragment
 GET  /ui/sessions/{id}/calls/{call}/details         sampling and timing of a call, as a fragment
 GET  /ui/sessions/{id}/calls|rows/{name}/tokens     tokens, page by page, as JSON; …/next finds one

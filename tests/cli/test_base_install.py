@@ -34,6 +34,7 @@ WORKS = (
     ("tasks", "show", "t"),
     ("tasks", "cancel", "t"),
     ("tasks", "watch", "t"),
+    ("sessions", "flag", "s", "good"),
     ("groups", "list"),
     ("runs", "list"),
     ("dead-letters", "list"),

@@ -46,6 +46,7 @@ CONTROL = {
     ("POST", "/sessions/{session_id}/reward"): "admin",
     ("POST", "/sessions/{session_id}/close"): "admin",
     ("PUT", "/sessions/{session_id}/log"): "admin",
+    ("PUT", "/sessions/{session_id}/review"): "admin",
     ("GET", "/sessions/{session_id}/records"): "admin",
     ("POST", "/sessions/{session_id}/records"): "admin",
     ("POST", "/projects"): "admin",

@@ -175,6 +175,7 @@ def test_each_documented_answer_is_given_and_is_as_documented(running: RunningSe
     walk("get", f"{ask}/trajectories", 200, **session)
     walk("get", f"{ask}/trace_entries", 200, **session)
     walk("put", f"{ask}/log", 204, {"text": "done"}, **session)
+    walk("put", f"{ask}/review", 200, {"flag": "good", "note": "why"}, **session)
     walk("post", f"{ask}/reward", 200, {"reward": 0.5, "per_call": {calls[0]["call_id"]: 1.0}}, **session)
     walk("post", f"{ask}/close", 200, {"status": "completed"}, **session)
 

@@ -231,6 +231,7 @@ def test_what_an_export_holds_comes_back_as_it_was(service: RunningService, seco
     talked(service, status="failed", error="it broke")
     log = {"text": "$ agent --print\nAll \u65e5\u672c done.\n"}
     assert service.request("PUT", f"/sessions/{sessions[0]}/log", json=log).status_code == 204
+    assert command(service, "sessions", "flag", sessions[0], "good", "--note", "wait: <b>").returncode == 0
     export(service, tmp_path / "first")
     assert imported(second, tmp_path / "first") == f"imported 6 sessions from {tmp_path / 'first'}\n"
     export(second, tmp_path / "second")
@@ -243,6 +244,18 @@ def test_what_an_export_holds_comes_back_as_it_was(service: RunningService, seco
             assert here == there
     for page in ("", "/download/page.html"):
         assert log["text"] in second.request("GET", f"/ui/sessions/{sessions[0]}{page}").text
+
+
+def test_an_export_of_a_flag_has_the_sessions_that_a_person_gave_it(service: RunningService, tmp_path: Path) -> None:
+    chosen, taken_back, _ = (walked(service, seed) for seed in range(3))
+    for session_id, flag in ((chosen, "good"), (taken_back, "good"), (taken_back, "")):
+        assert service.request("PUT", f"/sessions/{session_id}/review", json={"flag": flag}).status_code == 200
+    export(service, tmp_path / "out", "--flag", "good")
+    assert [row["session_id"] for row in table(tmp_path / "out", "sessions")] == [chosen]
+    for review in ({"flag": "<b>"}, {"flag": "x" * 65}, {"note": "x" * 4001}, {"mark": "good"}):
+        assert service.request("PUT", f"/sessions/{chosen}/review", json=review).status_code == 400
+    assert service.request("GET", f"/sessions/{chosen}").json()["flag"] == "good"
+    assert service.request("PUT", "/sessions/nobodys/review", json={"flag": "good"}).status_code == 404
 
 
 @pytest.mark.parametrize("seed", [1, 2])

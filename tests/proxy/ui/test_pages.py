@@ -227,6 +227,20 @@ def test_what_comes_next_is_found_behind_the_token_alone(service: RunningService
     assert following(what="version", after=row["loss_mask"].index(1)) is None
 
 
+def test_a_session_gets_a_flag_and_a_note_on_its_page(service: RunningService) -> None:
+    session = service.session()
+    path = f"/ui/sessions/{session.session_id}"
+    answer = service.request("POST", f"{path}/review", data={"flag": "good", "note": '"><b>'}, follow_redirects=True)
+    assert str(answer.url).endswith(path) and 'name="flag" value="good"' in answer.text
+    assert 'value="&#34;&gt;&lt;b&gt;"' in answer.text
+    assert service.request("POST", f"{path}/review", data={"flag": "<b>"}).status_code == 400
+    foreign = service.request("POST", f"{path}/review", data={}, headers={"Origin": "https://evil.example"})
+    assert foreign.status_code == 403
+    assert service.request("GET", f"/sessions/{session.session_id}").json()["flag"] == "good"
+    service.request("POST", f"{path}/review", data={})
+    assert service.request("GET", f"/sessions/{session.session_id}").json()["flag"] is None
+
+
 def test_downloads_are_what_the_api_gives(service: RunningService) -> None:
     def download(name: str) -> bytes:
         answer = service.request("GET", f"/ui/sessions/rich/download/{name}")

@@ -47,6 +47,7 @@ PAGES: dict[tuple[str, str], str] = {
     ("POST", "/ui/run"): "page",
     ("GET", "/ui/run/{name}"): "page",
     ("GET", "/ui/sessions/{session_id}"): "page",
+    ("POST", "/ui/sessions/{session_id}/review"): "page",
     ("GET", "/ui/sessions/{session_id}/turns"): "page",
     ("GET", "/ui/sessions/{session_id}/calls/{call_id}/details"): "page",
     ("GET", "/ui/sessions/{session_id}/{tree}/{name}/tokens"): "data",
