@@ -155,10 +155,10 @@ class SessionScoring:
         with EngineCall(replica, scope, streams=False):
             try:
                 return await kind.score(replica, asked, scope)
-            except EngineFailed:
+            except (EngineFailed, RequestError):
                 if not asked.reads_cache:
                     raise
-                # What was cached may be what it could not write.
+                # What was in memory in place of what was cached may be no number that JSON has: vLLM answers 400 then.
                 return await kind.score(replica, replace(asked, reads_cache=False), scope)
 
     async def _load_images(self, row: ScoreRow) -> Sequence[bytes]:

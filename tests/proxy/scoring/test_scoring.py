@@ -171,6 +171,21 @@ def test_an_answer_that_is_not_to_be_believed_is_asked_for_again(
     assert not left
 
 
+def test_an_answer_about_what_is_cached_that_cannot_be_written_is_asked_for_without_the_cache(
+    student: ScriptedEngine, teacher: ScriptedEngine, service: RunningService
+) -> None:
+    lease(service, play(service, scores=["teacher"]))
+
+    def script(generation: Generation, index: int) -> Reply | None:
+        reads_cache = generation.sampling.get("skip_reading_prefix_cache") is False
+        unwritten = Fail(400, "Out of range float values are not JSON compliant", "BadRequestError")
+        return unwritten if reads_cache else None
+
+    teacher.script = script
+    for row in lease(service, play(service, branches=3, scores=["teacher"])):
+        check_row(row)
+
+
 @pytest.mark.parametrize("reply", [Fail(500), Fail(503), Hang()], ids=["HTTP 500", "HTTP 503", "no answer"])
 def test_an_engine_that_fails_is_asked_again(
     student: ScriptedEngine, teacher: ScriptedEngine, service: RunningService, reply: Reply
