@@ -154,7 +154,7 @@ class Retention:
         if standing not in ("none", "filling"):
             return False
         # In no group, but leased before: it was restored from an archive.
-        restored = standing == "none" and await self._store.is_leased(state.info.session_id)
+        restored = standing == "none" and await self._services.sessions.is_leased(state.info.session_id)
         return state.info.group_id is None or restored
 
     async def _clear(self, batch: list[SessionState], cleared: Cleared) -> bool:

@@ -73,7 +73,7 @@ async def score_session(
     state = await closing.load_session(services, session_id)
     if state.status not in ENDED:
         raise Conflict(f"session {session_id} is {state.status}: it is scored once it is closed")
-    if state.leased:
+    if await services.sessions.is_leased(session_id):
         raise Conflict(f"session {session_id} was leased to a trainer: its rows stay as they are")
     await services.scoring.ask(state.info, body.scorer, again=True)
     return json_response(await _describe(services, state), 202)

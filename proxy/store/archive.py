@@ -133,8 +133,8 @@ def _strip(info: SessionInfo) -> SessionInfo:
 
 
 def _normalize(state: SessionState) -> SessionState:
-    """Without what may differ: the same reward may have been set again, and what is restored was never leased, scored or judged here."""
-    plain = replace(state, leased=False, scored=False, verdicts={})
+    """Without what may differ: the same reward may have been set again, and what is restored was never scored or judged here."""
+    plain = replace(state, scored=False, verdicts={})
     return replace(
         plain, info=replace(_strip(plain.info), needs=()), updated_at=0.0, unserved=None, replayed_at=None, accounting=None
     )

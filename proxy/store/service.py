@@ -179,10 +179,6 @@ class RetentionStore:
         found = await self._redis.execute("ZRANGEBYLEX", keys.SESSIONS, after, "+", "LIMIT", 0, limit)
         return [member.decode() for member in found]
 
-    async def is_leased(self, session_id: str) -> bool:
-        """Whether the session was ever leased, which fixes its reward."""
-        return bool(await self._redis.execute("HEXISTS", keys.state(session_id), "leased"))
-
     async def measure_memory(self) -> int:
         """Memory in use, summed over the primaries of a cluster."""
         return sum(int(facts["used_memory"]) for facts in await self._redis.read_info())

@@ -428,6 +428,10 @@ class SessionStore:
         """Fixes the reward, and returns the state to lease; None when the session is gone."""
         return parse_state(await self._run("mark_leased", _state_and_calls(session_id), (self._now(),)))
 
+    async def is_leased(self, session_id: str) -> bool:
+        """Whether the session was ever leased, which fixes its reward and scores."""
+        return bool(await self._redis.execute("HEXISTS", keys.state(session_id), "leased"))
+
     async def begin_close(self, session_id: str) -> SessionState:
         """open -> closing: no new call begins. Returns the state of a closed session unchanged. Raises `NotFound`."""
         return _require_state(session_id, await self._run("begin_close", _state_and_calls(session_id), (self._now(),)))

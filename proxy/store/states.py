@@ -79,8 +79,6 @@ class SessionState(SessionProgress, LastEvents):
     """A session as it stands. It is `restoring` during an import."""
 
     info: SessionInfo
-    leased: bool = False
-    """A trainer has, or had, its rows."""
     scored: bool = False
     """It has scores (`proxy.store.scores`)."""
     verdicts: Mapping[str, Verdicts] = field(default_factory=dict)
@@ -138,7 +136,6 @@ def parse_state(snapshot: Any) -> SessionState | None:
         updated_at=float(fields[b"updated_at"]),
         unserved=unpack_versioned(fields[b"unserved"], Unserved) if b"unserved" in fields else None,
         replayed_at=float(fields[b"replayed_at"]) if b"replayed_at" in fields else None,
-        leased=b"leased" in fields,
         scored=b"scored" in fields,
         verdicts=verdicts,
         accounting=unpack_versioned(fields[b"accounting"], TokenSums) if b"accounting" in fields else None,

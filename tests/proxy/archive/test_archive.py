@@ -471,7 +471,7 @@ def test_a_session_as_it_is_shown_has_every_field_and_is_the_same_session_again(
     wire = session_as_wire(state)
     # The other fields tell what the session needs.
     hidden = ("key_hash", "role_rules", "needs", *(each.name for each in fields(GroupRule)))
-    assert {*wire, "info", *hidden, "unserved", "replayed_at", "accounting", "leased", "scored", "verdicts"} == {
+    assert {*wire, "info", *hidden, "unserved", "replayed_at", "accounting", "scored", "verdicts"} == {
         each.name for kind in (SessionInfo, SessionState) for each in fields(kind)
     }
     assert session_from_wire(wire) == replace(state, info=replace(info, key_hash=b""))
