@@ -18,8 +18,9 @@ from proxy.store.states import SessionInfo
 ROOT = Path(__file__).parents[2]
 SETTLED = {"sampling", "echo_policy", "replay"}
 """One form in a request, another once the session is open."""
-SHARED_NAMES = {"task_id", "group_id", "metadata", "sampling", "replay", "lookahead", "max_calls", "run"}
-"""Rows, calls, engines, groups and leases have fields of these names, too."""
+SHARED_NAMES = {"task_id", "group_id", "group_size", "metadata", "sampling", "replay", "lookahead", "max_calls", "run"}
+SHARED_NAMES |= {"scores", "trained"}
+"""Rows, calls, engines, groups, leases and closes have fields of these names, too."""
 SETTINGS = ("proxy/settings.py", "proxy/store/groups.py")
 """What the service's settings say where a session says nothing."""
 
