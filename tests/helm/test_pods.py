@@ -195,10 +195,10 @@ def test_engines_have_a_mirror_of_the_weights_where_it_has_a_size() -> None:
     pod = pod_of(the(values, "StatefulSet", "-vllm")) or {}
     (mount,) = [each for each in container(pod)["volumeMounts"] if each["name"] == "mirror"]
     assert environment(container(pod))["VERBATIM_MIRROR"] == mount["mountPath"]
-    assert {"name": "mirror", "emptyDir": {"sizeLimit": "400Gi"}} in pod["volumes"]
+    assert {"name": "mirror", "emptyDir": {"sizeLimit": "400Gi"}} in pod["spec"]["volumes"]
     judge = pod_of(the(values, "StatefulSet", "-vllm-judge")) or {}
     assert "VERBATIM_MIRROR" not in environment(container(judge))
-    assert "mirror" not in [each["name"] for each in judge["volumes"]]
+    assert "mirror" not in [each["name"] for each in judge["spec"]["volumes"]]
 
 
 def test_the_store_sees_a_certificate_of_the_service() -> None:
