@@ -255,7 +255,7 @@ $(JOINS)/%/installed: tests/joins/%.txt tests/joins/client.txt | $(VENV)/bin/pyt
 	@for python in $(PYTHON) $(PYTHON_NEW) python3.12 python3.13 $(NEWER_PYTHON)/usr/bin/python3.13; do \
 		"$$python" -c 'import sys; sys.exit(sys.version_info < (3, $(or $(MINOR),11)))' 2>/dev/null && \
 			exec "$$python" -m venv --clear --without-pip $(@D); \
-	done; echo "$* needs Python 3.$(MINOR) or newer: set PYTHON_NEW=python3.12 or the like, or run .ci/python on Debian" >&2; exit 1
+	done; echo "$* needs Python 3.$(or $(MINOR),11) or newer: set PYTHON_NEW=python3.12 or the like, or run .ci/python on Debian" >&2; exit 1
 	$(BIN)/python -m pip --python $(@D)/bin/python install --quiet --disable-pip-version-check --requirement $<
 	@touch $@
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests import ROOT
+from tests.joins.conftest import find_shown
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import ADMIN, RunningService
@@ -63,3 +64,12 @@ def test_gym_reads_every_trained_call_with_its_lineage(service: RunningService, 
     for parent, entry in parents:
         assert entry.prompt_token_ids[: parent.cum_len] == records.cumulative_tokens(parent)
     assert all(entry.digest == records.compute_digest(records.cumulative_tokens(entry)) for entry in read.values())
+
+
+def test_the_program_that_is_shown_runs(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rollout calls nothing."""
+    monkeypatch.setenv("VERBATIM_URL", service.url)
+    monkeypatch.setenv("VERBATIM_ADMIN_TOKEN", ADMIN)
+    names: dict[str, Any] = {}
+    exec(find_shown("import describe_calls"), names)
+    assert (names["entries"], names["session"].status) == ([], "failed")
