@@ -84,7 +84,7 @@ with TrainerClient("http://127.0.0.1:1", "token"):
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Imported:
-    inside_vllm = tuple(f"proxy.engine.in_vllm.{name}" for name in ("backend", "reply", "sampler", "sources"))
+    inside_vllm = tuple(f"proxy.engine.in_vllm.{name}" for name in ("backend", "reply", "sampler", "scores", "sources"))
     modules = [module for module in modules_of("proxy") if module not in inside_vllm]
     assert "proxy.settings" in modules
     return import_in_a_fresh_process(tmp_path_factory.mktemp("service"), modules, MODEL_LIBRARIES)
