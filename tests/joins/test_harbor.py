@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,14 @@ memory_mb = 1024
 storage_mb = 1024
 """
 WORK = "echo hello > /app/out.txt"
+ASK = """
+import asyncio, json, sys
+from harbor.llms.lite_llm import LiteLLM
+
+llm = LiteLLM(model_name="openai/policy", api_base=sys.argv[1], collect_rollout_details=True)
+said = asyncio.run(llm.call("Say hello."))
+print(json.dumps({"prompt_ids": said.prompt_token_ids, "completion_ids": said.completion_token_ids, "logprobs": said.logprobs}))
+"""
 VERIFY = """#!/bin/bash
 [ "$(cat /app/out.txt)" = hello ] && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt
 """
@@ -51,14 +59,13 @@ class Harbor:
     def jobs(self) -> Path:
         return self.folder / "jobs"
 
-    def run(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
-        return self.framework.run(
-            "harbor",
-            *words,
-            PATH=f"{folder_of('mini').resolve()}:{os.environ['PATH']}",
-            LITELLM_LOCAL_MODEL_COST_MAP="True",
-            BROKE_DOWN=str(self.folder / "broke-down"),
-        )
+    def run(self, program: str, *words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        own = {
+            "PATH": f"{folder_of('mini').resolve()}:{os.environ['PATH']}",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "BROKE_DOWN": str(self.folder / "broke-down"),
+        }
+        return self.framework.run(program, *words, **{**own, **variables})
 
     def job(
         self,
@@ -68,6 +75,9 @@ class Harbor:
         attempts: int = 2,
         retries: int = 1,
         retry_seconds: float = 120.0,
+        agent: Mapping[str, str] | None = None,
+        plug_in: bool = True,
+        **variables: str,
     ) -> list[dict[str, Any]]:
         """The results of its trials."""
         job = {
@@ -78,11 +88,12 @@ class Harbor:
             "skip_credential_checks": True,
             "retry": {"max_retries": retries},
             "environment": {"import_path": LOCAL, "kwargs": {"show": self._programs()}},
-            "agents": [{"name": f"harbor_agents:{agent}", "model_name": "openai/policy"} for agent in agents],
+            "agents": [{"name": f"harbor_agents:{name}", "model_name": "openai/policy", **(agent or {})} for name in agents],
             "datasets": [{"path": str(self.folder / tasks)}],
         }
         (self.folder / "job.json").write_text(json.dumps(job))
-        self.run("run", "-c", "job.json", "--plugin", "verbatim", "--plugin-kwarg", f"retry_seconds={retry_seconds}", "-y")
+        with_it = ("--plugin", "verbatim", "--plugin-kwarg", f"retry_seconds={retry_seconds}") if plug_in else ()
+        self.run("harbor", "run", "-c", "job.json", *with_it, "-y", **variables)
         return self.results(name)
 
     def results(self, name: str) -> list[dict[str, Any]]:
@@ -155,7 +166,7 @@ def job(redis_server: RedisServer, client_wheel: Path, tmp_path_factory: pytest.
 
 
 def test_the_plug_in_is_found_by_its_name_and_brings_no_service(job: Job) -> None:
-    assert "verbatim" in job.harbor.run("plugins", "list").stdout
+    assert "verbatim" in job.harbor.run("harbor", "plugins", "list").stdout
     assert {path.name for path in job.harbor.framework.client.iterdir() if "dist-info" not in path.name} == {
         "contract",
         "reconstruct",
@@ -223,7 +234,7 @@ def test_a_job_is_resumed_into_the_same_groups(job: Job) -> None:
     before = {each["session_id"] for each in job.sessions("Installed")}
     (first, *_) = job.of("Installed")
     shutil.rmtree(job.harbor.jobs / "all" / first["trial_name"])
-    job.harbor.run("jobs", "resume", "-p", job.harbor.jobs / "all", "--plugin", "verbatim")
+    job.harbor.run("harbor", "jobs", "resume", "-p", job.harbor.jobs / "all", "--plugin", "verbatim")
     assert len(job.harbor.results("all")) == len(job.results)
     (added,) = [each for each in job.sessions("Installed") if each["session_id"] not in before]
     assert (added["status"], added["reward"]) == ("completed", 1.0)
@@ -252,6 +263,25 @@ def assert_steps(result: dict[str, Any], session: dict[str, Any], service: Runni
     sampled = sum(len(turn) for detail in details for turn in detail["completion_token_ids"])
     accounting = service.request("GET", f"/sessions/{session['session_id']}/trajectories").json()["accounting"]
     assert sampled == accounting["sampled_tokens"] == accounting["exported_tokens"]
+
+
+def test_untouched_trials_are_recorded_with_a_projects_key_and_harbors_own_client_gets_the_ids(
+    redis_server: RedisServer, client_wheel: Path, tmp_path: Path
+) -> None:
+    """mini-swe-agent names its trial in its calls by itself. The client is that of Harbor's terminus-2."""
+    with serving(redis_server, client_wheel, tmp_path) as (service, harbor):
+        made = service.request("POST", "/projects", json={"name": "untouched"}).json()
+        agent = {"base_url": f"{service.url}/v1", "model_api_key_name": "PROJECT_KEY"}
+        results = harbor.job("untouched", "Installed", agent=agent, plug_in=False, PROJECT_KEY=made["key"])
+        listed = service.request("GET", "/sessions?limit=1000").json()["sessions"]
+        sessions = [each for each in listed if each["project"] == "untouched"]
+        assert [each["calls"] for each in sessions] == [2, 2] and len(results) == 2
+
+        session = service.session()
+        asked = harbor.run("python", "-c", ASK, session.base_url, OPENAI_API_KEY=session.api_key)
+        (call,) = session.calls
+        recorded = {name: call[name] for name in ("prompt_ids", "completion_ids", "logprobs")}
+        assert json.loads(asked.stdout.splitlines()[-1]) == recorded
 
 
 def test_without_a_session_no_agent_runs(client_wheel: Path, tmp_path: Path) -> None:
