@@ -6,12 +6,15 @@ mirror; what is published are the bfloat16 weights of a tiny model, of which eac
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
+import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -19,11 +22,11 @@ import pytest
 from contract.deltas import DELTA, is_delta
 from contract.tensor_files import map_tensors, read_header
 from examples.vllm_server import VllmServer
-from proxy.engine.in_vllm.mirror import CURRENT
+from proxy.engine.in_vllm.mirror import CURRENT, LOCK
 from proxy.engine.weights.vllm import WeightApi
 from proxy.store.service import WeightStore
 from tests.support.engine.vllm_server import running_vllm
-from tests.support.engine.weight_fixtures import Judge, Service, generate, serving, until
+from tests.support.engine.weight_fixtures import Judge, Said, Service, generate, generating, serving, until
 from trainer_client.publish import check_tensors, write_weights
 from trainer_client.publish_deltas import DeltaWriter
 
@@ -192,6 +195,38 @@ async def test_a_spoilt_delta_is_named_the_old_weights_go_on_and_the_next_push_i
         assert Judge().largest_error(truth, said) < TOLERANCE
         assert await trainer.publish() == "full"
         assert trainer.mirrored()
+
+
+async def test_a_stream_goes_on_while_a_delta_is_prepared(trainer: Trainer, vllm_url: str) -> None:
+    """However long that takes: here another process holds the mirror's lock, until replies have grown by twenty events more."""
+    await trainer.publish()
+    version, folder, kind = await trainer.write()
+    replies = sample_on(vllm_url)
+    with (trainer.mirror / LOCK).open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        push = asyncio.create_task(trainer.service.updater.push(version, str(folder), kind))
+        while not is_waited_for(lock):
+            await anext(replies)
+            assert not push.done()
+        for _ in range(20):
+            said = await anext(replies)
+            assert {label for label, _, _ in said.spans} <= {str(version - 1)} and not push.done()
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        assert (await push)["applied"]
+    await replies.aclose()
+
+
+async def sample_on(url: str) -> AsyncGenerator[Said, None]:
+    """A reply after the other, as each grows."""
+    while True:
+        async for said in generating(url, PROMPT, 500):
+            yield said
+
+
+def is_waited_for(lock: IO[bytes]) -> bool:
+    """Whether a process waits for the lock on that file."""
+    inode = os.fstat(lock.fileno()).st_ino
+    return any("->" in line and f":{inode} " in line for line in Path("/proc/locks").read_text().splitlines())
 
 
 async def test_a_push_says_what_its_folder_holds(trainer: Trainer) -> None:

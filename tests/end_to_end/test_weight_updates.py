@@ -21,6 +21,7 @@ from examples.vllm_server import VllmServer
 from proxy.engine.weights.vllm import Claim, Claimed, StepRefused, Transfer, WeightApi
 from proxy.errors import Conflict, EngineFailed, RequestError
 from proxy.store.service import WeightState, WeightStore
+from tests.end_to_end.test_delta_updates import Trainer
 from tests.support.engine.vllm_server import running_vllm
 from tests.support.engine.weight_fixtures import Judge, Said, Service, generate, generating, serving
 
@@ -347,6 +348,17 @@ def half_precision(good: Path, target: Path) -> Path:
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(good / "model.safetensors").items()}
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
+
+
+async def test_where_there_is_no_mirror_a_delta_is_folded_while_it_is_loaded(
+    service: Service, tiny_model: Path, vllm_url: str, judge: Judge, tmp_path: Path
+) -> None:
+    trainer = Trainer(service, tiny_model, tmp_path / "weights", tmp_path / "none")
+    assert [await trainer.publish() for _ in range(3)] == ["full", "delta", "delta"]
+    said, state = await generate(vllm_url, list(range(20, 60)), 8), await service.weights.current()
+    assert (state.kind, said.spans) == ("delta", [(str(state.version), 0, 8)]) and state.root is not None
+    assert judge.largest_error(trainer.save("truth"), said) < TOLERANCE
+    assert not trainer.mirror.exists()
 
 
 async def test_versions_only_grow(service: Service, checkpoint: Callable[[int], Path]) -> None:
