@@ -57,6 +57,7 @@ REFUSED = (
     (("tasks", "import", "harbor", ".", "--harness", "pi"), "pip install '.[rollout]'"),
     (("doctor", "--engine", "http://127.0.0.1:9"), "to fix: engine http://127.0.0.1:9"),
     (("fork", "s", "--at", "1"), "task"),
+    (("score", "s", "--scorer", "teacher"), "there is no scorer 'teacher'"),
     (("groups", "show", "none"), "no group"),
     (("runs", "show", "none"), "no run"),
     (("runs", "compare", "none"), "no run"),
