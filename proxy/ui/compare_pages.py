@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
@@ -56,6 +56,11 @@ class Comparison:
     count: int
     same_messages: int
     same_tokens: int
+
+    @property
+    def runs(self) -> list[tuple[bool, list[Pair]]]:
+        """The pairs in runs of equal and of differing ones."""
+        return [(same, list(run)) for same, run in groupby(self.pairs, key=lambda pair: pair.same)]
 
     @property
     def preceding(self) -> int | None:

@@ -314,8 +314,10 @@ def read_image(message: Any, number: int) -> tuple[str, bytes]:
 
 
 def whole_text(message: Any) -> str:
-    """All of a message as plain text, block by block."""
+    """All of a message as plain text; blocks that are not text alone each under what they are."""
     shown = show_message(0, message, limit=UNCUT)
+    if all(block.kind == "text" for block in shown.blocks):
+        return "\n\n".join(block.text for block in shown.blocks)
     return "\n\n".join(f"[{block.kind} {block.name}]".replace(" ]", "]") + "\n" + block.text for block in shown.blocks)
 
 

@@ -22,6 +22,7 @@ from proxy.store.run import choose_label
 from proxy.store.states import SessionState
 from proxy.ui.catalogue import LISTED, SessionCatalogue, Window
 from proxy.ui.causes import Cause, group_causes
+from proxy.ui.searching import Findings, search_messages
 from proxy.ui.shown import Ui
 from reconstruct.reasons import REASONS, name_reason
 
@@ -248,6 +249,8 @@ class Listing(Generic[T]):
     labels: Sequence[str] = ()
     causes: Sequence[Cause] = ()
     step: int = PAGE
+    findings: Findings | None = None
+    """What a search in messages has read."""
 
     @property
     def following(self) -> int | None:
@@ -278,7 +281,10 @@ async def load_window(catalogue: SessionCatalogue, query: ListQuery, limit: int 
     return await catalogue.load(run=query.run or None, after=query.after, cursor=query.window_cursor, limit=limit or LISTED)
 
 
-async def list_sessions(catalogue: SessionCatalogue, query: ListQuery) -> Listing[SessionState]:
+async def list_sessions(ui: Ui, query: ListQuery) -> Listing[SessionState]:
+    catalogue = ui.catalogue
+    if query.in_texts and query.text:
+        return await _list_findings(ui, query)
     if not query.narrows:
         window = await load_window(catalogue, query, PAGE)
         return Listing(window.sessions, cursor=window.cursor, labels=suggest_labels(window.sessions))
@@ -286,6 +292,15 @@ async def list_sessions(catalogue: SessionCatalogue, query: ListQuery) -> Listin
     found = put_in_order(filter(query.accepts, window.sessions), query, SESSION_COLUMNS)
     causes = group_causes((state.error or "", state.info.session_id) for state in found)
     return replace(cut_page(found, query, window), causes=causes)
+
+
+async def _list_findings(ui: Ui, query: ListQuery) -> Listing[SessionState]:
+    """What a search in messages finds, newest first; an order holds among what a page of it has."""
+    window = await load_window(ui.catalogue, query)
+    findings = await search_messages(ui.services, filter(query.accepts, window.sessions), query.text, PAGE)
+    lines = put_in_order(findings.sessions, query, SESSION_COLUMNS)
+    cursor = findings.cursor or window.cursor
+    return Listing(lines, cursor=cursor, labels=suggest_labels(window.sessions), findings=findings)
 
 
 def suggest_labels(sessions: Iterable[SessionState]) -> list[str]:

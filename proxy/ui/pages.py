@@ -46,9 +46,18 @@ def routes(kind: type[APIRoute]) -> APIRouter:
 
 async def sessions(request: Request, ui: Shown) -> Response:
     query = parse_query(request.query_params, SESSION_COLUMNS, STATUSES)
-    found, now, choices = await asyncio.gather(list_sessions(ui.catalogue, query), _now(ui), load_choices(ui))
+    found, now, choices = await asyncio.gather(list_sessions(ui, query), _now(ui), load_choices(ui))
     shown: dict[str, Any] = {"columns": SESSION_COLUMNS, "statuses": STATUSES, "lost": measure_lost, "rate": measure_rate}
-    return await page(request, "sessions.html", found=found, query=query, now=now, live=not query.cursor, **shown, **choices)
+    return await page(
+        request,
+        "sessions.html",
+        found=found,
+        query=query,
+        now=now,
+        live=not (query.cursor or query.in_texts),
+        **shown,
+        **choices,
+    )
 
 
 async def _now(ui: Ui) -> dict[str, Any]:

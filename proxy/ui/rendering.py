@@ -19,6 +19,7 @@ import jinja2
 from fastapi import Request, Response
 from markupsafe import Markup, escape
 
+from proxy.api.requests import get_services
 from proxy.store.states import SessionState
 from proxy.ui.conversation import pretty
 from reconstruct.reasons import REASONS, name_reason
@@ -94,7 +95,7 @@ def _finalize(value: Any) -> Any:
 
 async def page(request: Request, name: str, status: int = 200, **shown: Any) -> Response:
     """A response with the rendered template. A thread renders it, since texts may be long, and compiles it at its first use."""
-    told = {"home": home_of(request), "version": static_version(), "path": request.url.path}
+    told = {"home": home_of(request), "origin": origin_of(request), "version": static_version(), "path": request.url.path}
     shown |= {"has_tasks": request.app.state.ui.tasks is not None, **told}
     text = await asyncio.to_thread(render, name, shown)
     return Response(text, status, media_type="text/html; charset=utf-8", headers=HEADERS)
@@ -108,6 +109,12 @@ def render(name: str, shown: Mapping[str, Any]) -> bytes:
 def home_of(request: Request) -> str:
     """The path of these pages, after the path that the service itself is mounted under."""
     return f"{request.scope.get('root_path', '')}/ui"
+
+
+def origin_of(request: Request) -> str:
+    """The address of the service as its callers write it, without a slash at the end."""
+    public = get_services(request).settings.public_url
+    return (public or str(request.base_url)).rstrip("/")
 
 
 def address(path: str, query: Mapping[str, Any] | None = None, **more: Any) -> str:

@@ -280,7 +280,7 @@ class CallFilter:
     def _finds_text(self, summary: CallSummary, call: Call) -> bool:
         wanted = self.text.casefold()
         names = (call.call_id, summary.branch_reason, call.finish_reason, call.agent, summary.quarantine_reason)
-        texts = (*names, *summary.tools, *_strings([_decode(call.messages), _decode(call.reply)]))
+        texts = (*names, *summary.tools, *list_strings([_decode(call.messages), _decode(call.reply)]))
         return any(wanted in text.casefold() for text in texts)
 
 
@@ -305,7 +305,7 @@ def _has_property(only: str, summary: CallSummary) -> bool:
     return tests.get(only, True)
 
 
-def _strings(value: Any) -> Iterable[str]:
+def list_strings(value: Any) -> Iterable[str]:
     """Every string in a JSON value, at any depth."""
     left = [value]
     while left:

@@ -99,8 +99,10 @@ function live() {
     pause.setAttribute("aria-pressed", String(!going));
     label.textContent = going ? "live" : "paused";
   });
-  setInterval(async () => {
-    if (!going || document.hidden) return;
+  let asking = false;
+  const timer = setInterval(async () => {
+    if (!going || asking || document.hidden) return;
+    asking = true;
     try {
       const answer = await fetch(location.href, { headers: { accept: "text/html" } });
       if (answer.status === 401) return location.reload();
@@ -109,8 +111,15 @@ function live() {
       exchange(fresh);
       grow(fresh);
       label.textContent = going ? "live" : "paused";
+      if (fresh.querySelector("[data-pause]")) return;
+      // Nothing changes any more: it was closed.
+      clearInterval(timer);
+      label.textContent = "ended";
+      pause.disabled = true;
     } catch {
       label.textContent = "unreachable";
+    } finally {
+      asking = false;
     }
   }, LIVE_MILLISECONDS);
 }
@@ -141,6 +150,32 @@ function pairs() {
   };
   form.addEventListener("change", check);
   check();
+}
+
+/** Put a text on the clipboard: that of the button, or of what it names in the page or at an address. */
+async function copy(button) {
+  const { copy: text, copyFrom, copyAddress } = button.dataset;
+  const label = button.textContent;
+  try {
+    if (copyAddress) await write((await (await fetch(copyAddress)).text()));
+    else await write(copyFrom ? document.getElementById(copyFrom).textContent : text);
+    button.textContent = "Copied";
+  } catch {
+    button.textContent = "Not copied";
+  }
+  setTimeout(() => (button.textContent = label), 1500);
+}
+
+async function write(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  // Browsers give the clipboard to pages over https and of this machine alone.
+  const area = document.createElement("textarea");
+  area.value = text;
+  document.body.append(area);
+  area.select();
+  const done = document.execCommand("copy");
+  area.remove();
+  if (!done) throw new Error("the browser refuses");
 }
 
 // The conversation of a session.
@@ -246,6 +281,8 @@ function openTarget() {
 
 document.addEventListener("toggle", (event) => unfold(event.target), true);
 document.addEventListener("click", (event) => {
+  const button = event.target.closest("[data-copy], [data-copy-from], [data-copy-address]");
+  if (button) return copy(button);
   const link = event.target.closest("[data-more]");
   if (!link || event.ctrlKey || event.metaKey) return;
   event.preventDefault();

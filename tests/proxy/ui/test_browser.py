@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,21 @@ def nodes(browser: Browser) -> int:
     return count
 
 
-PAGES = ["sessions", "groups", "group", "session", "agent", "picture", "hostile", "long", "search", "compare"]
+PAGES = [
+    "sessions",
+    "ordered",
+    "found",
+    "groups",
+    "group",
+    "concepts",
+    "session",
+    "agent",
+    "picture",
+    "hostile",
+    "long",
+    "search",
+    "compare",
+]
 
 
 def unfold(browser: Browser) -> None:
@@ -120,7 +135,10 @@ def test_axe_finds_nothing_serious_dark_and_light_wide_and_on_a_phone(
 ) -> None:
     path = {
         "sessions": "/ui",
-        "groups": "/ui/groups",
+        "ordered": "/ui?sort=-reward&loss=truncated&at_least=0",
+        "found": "/ui?q=smaller%20sign&in=texts",
+        "concepts": "/ui/concepts",
+        "groups": "/ui/groups?status=waiting",
         "group": "/ui/groups/bug%207%2Fa%26b",
         "session": "/ui/sessions/rich",
         "agent": "/ui/sessions/agent",
@@ -337,6 +355,29 @@ def test_lists_keep_themselves_up_to_date(browser: Browser, service: RunningServ
     browser.wait(lambda: "Here again." in browser.text(".turns"), "its second call")
     assert browser.one("#call-1 .stream").is_displayed()
     browser.wait(lambda: len(browser.all("[data-tree] a")) == 2, "its tree")
+    session.close(reward=0.5)
+    browser.wait(lambda: browser.text("[data-pause]") == "ended", "the end of following")
+    assert browser.text("[data-live=head] .state") == "completed" and not browser.one("[data-pause]").is_enabled()
+
+
+def test_ids_prompts_and_commands_are_copied_by_keys_alone(browser: Browser, service: RunningService) -> None:
+    browser.driver.execute_cdp_cmd(
+        "Browser.grantPermissions", {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"], "origin": service.url}
+    )
+    opened(browser, service, "/ui/sessions/agent")
+    for label, copied in (
+        ("Copy id", "agent"),
+        ("Copy curl", f'curl -H "Authorization: Bearer $VERBATIM_ADMIN_TOKEN" {service.url}/sessions/agent'),
+        ("Copy audit", "verbatim audit agent"),
+        ("Copy prompt", "Implement to_roman(n) in roman.py. The tests are in tests/."),
+    ):
+        find = "return [...document.querySelectorAll('button.copy')].find((e) => e.checkVisibility() && e.textContent === arguments[0])"
+        button = browser.run(find, label)
+        browser.run("arguments[0].focus()", button)
+        browser.press(Keys.ENTER)
+        browser.wait(partial(browser.run, "return arguments[0].textContent === 'Copied'", button), label)
+        read = "const done = arguments[0]; navigator.clipboard.readText().then(done, (error) => done(String(error)))"
+        assert browser.driver.execute_async_script(read) == copied
 
 
 @pytest.mark.usefixtures("hurrying")
@@ -363,6 +404,8 @@ def test_two_members_of_a_group_are_compared(browser: Browser, service: RunningS
     assert "First look the number up." in first and "I give up." in first
     browser.press("p")
     browser.wait(lambda: browser.all(".pair.same"), "what both began with")
+    assert browser.text(".pair.same") == "2 equal messages"
+    browser.one(".pair.same > summary").click()
     assert "system prompt" in browser.text(".pair.same")
 
 

@@ -392,6 +392,42 @@ def test_sessions_and_calls_are_found_by_what_is_looked_for(service: RunningServ
     assert "mean 0.5" in page(service, "/ui/groups", q=GROUP)
 
 
+def test_a_text_is_found_in_the_messages_of_many_sessions(service: RunningService) -> None:
+    """Tool outputs, replies, reasoning and prompts, in any case, with the place that has it."""
+
+    def found(**query: str) -> list[str]:
+        return re.findall(r'data-item href="/ui/sessions/([\w.-]+)', page(service, "/ui", **{"in": "texts"}, **query))
+
+    assert found(q="DOCS/RULES.MD") == ["agent"] and found(q="naïve 日本 🙂") == ["failed", "fair", "poor", "rich"][1:]
+    assert found(q="docs/rules.md", at_least="0.5") == [] and found(q="no such text") == []
+    text = page(service, "/ui", **{"in": "texts", "q": "a smaller SIGN before"})
+    assert "Four is written IV: <mark>a smaller sign before</mark> a larger one" in text
+    assert 'href="/ui/sessions/agent?q=a+smaller+SIGN+before"' in text
+    hostile = page(service, "/ui", **{"in": "texts", "q": PROBE})
+    assert "hostile" in hostile and PROBE not in hostile
+
+
+def test_a_search_that_matches_everything_is_bounded_says_so_and_goes_on(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = page(service, "/ui", **{"in": "texts", "q": "e"})
+    all_found = re.findall(r'data-item href="/ui/sessions/([\w.-]+)', everything)
+    for name, most in (("MOST_SESSIONS", 2), ("MOST_BYTES", 1)):
+        with monkeypatch.context() as bounded:
+            bounded.setattr(f"proxy.ui.searching.{name}", most)
+            path, seen = "/ui?in=texts&q=e", []
+            for _ in range(40):
+                text = service.request("GET", path).text
+                seen += re.findall(r'data-item href="/ui/sessions/([\w.-]+)', text)
+                following = re.search(r'data-key="next" href="([^"]+)"', text)
+                if following is None:
+                    break
+                assert "Search on" in text
+                path = following[1].replace("&amp;", "&")
+            assert seen == all_found and len(seen) > 4
+    assert re.search(r"Searched the newest \d+ sessions that the other filters let through, 0\.\d MiB of messages", everything)
+
+
 def test_a_member_whose_time_ran_out_without_a_reward_has_failed_its_group(service: RunningService) -> None:
     for name, fields in (("slow", {}), ("slow-but-judged", {"reward": 0.0})):
         service.session(session_id=name, group_id="slow", group_size=3).close("timeout", **fields)
