@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from reconstruct.trajectory import Trajectory
 from trainer_client.adapters.split_rows import check_advantages
+from trainer_client.adapters.teachers import logprobs_of
 from trainer_client.arrays import limit_lengths, require_no_images, require_one_mode
 from trainer_client.batch import Batch
 
@@ -31,13 +33,16 @@ def training_samples(
     temperature: float = 1.0,
     max_length: int | None = None,
     truncate: bool = False,
+    teacher: str | None = None,
+    ref_kl_weight: float = 1.0,
 ) -> list[Any]:
     """`sample_type`s of the rows that train something, in their order: `token_ids`, `mask`, `logprobs`, `temperatures` and
     `advantages`, each as long as the row and 0 where nothing was sampled (a token's temperature is always `temperature`).
 
     `advantages`: one per row of the batch. `temperature`: what the rollouts were sampled with; the rows do not say it.
-    A row over `max_length` tokens raises RowTooLong, or loses its end with `truncate`. Raises: RowTooLong, MixedLogprobModes,
-    UnseenImages, ValueError.
+    `teacher`: the scorer whose logprobs are `ref_logprobs`, at the tokens themselves, with `ref_kl_weights` of `ref_kl_weight`; both 0
+    where nothing was sampled. A row over `max_length` tokens raises RowTooLong, or loses its end with `truncate`. Raises: RowTooLong,
+    MixedLogprobModes, UnseenImages, ValueError, also for a trained token without a score.
     """
     require_one_mode(batch.rows)
     require_no_images(batch.rows, "this adapter does not carry them")
@@ -51,7 +56,15 @@ def training_samples(
             temperatures=[temperature] * length,
             env_name=env_name,
             advantages=(row.loss_mask[:length] * value).tolist(),
+            **({} if teacher is None else _refer(row, teacher, length, ref_kl_weight)),
         )
         for row, length, value in zip(batch.rows, lengths, values, strict=True)
         if row.loss_mask[:length].any()
     ]
+
+
+def _refer(row: Trajectory, teacher: str, length: int, weight: float) -> dict[str, Any]:
+    return {
+        "ref_logprobs": logprobs_of(row, teacher, length).tolist(),
+        "ref_kl_weights": (row.loss_mask[:length] * weight).tolist(),
+    }

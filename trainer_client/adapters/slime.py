@@ -27,6 +27,7 @@ from trainer_client.adapters.split_rows import (
     split_rows,
     weight_versions,
 )
+from trainer_client.adapters.teachers import logprobs_of
 from trainer_client.advantages import dr_grpo, grpo
 from trainer_client.batch import Batch
 from trainer_client.vision import Vision
@@ -40,6 +41,7 @@ def samples(
     truncate: bool = False,
     advantages: Any = None,
     vision: Vision | None = None,
+    teacher: str | None = None,
 ) -> list[list[list[Any]]]:
     """`sample_type`s nested as groups, their rollouts, and the rows of each: the shape that both use for a rollout with
     several samples.
@@ -49,10 +51,11 @@ def samples(
     (`Batch([*a.groups, *b.groups], version)` joins two). `weight_versions` has one entry per span. `metadata` has
     `trajectory_id`, `session_id`, `task_id`, `role`, `staleness`, `weight_spans` ([version, start, end] in `tokens`),
     `cut_tokens` and `raw_reward`. `advantages` (one per row), if given, are the `reward`. With `vision`, `multimodal_train_inputs` has the
-    tensors of the row's images.
+    tensors of the row's images. `teacher`: the scorer whose logprobs are `teacher_log_probs`, as long as the response, 0.0 where nothing
+    was sampled.
 
     A row over `max_length` tokens raises RowTooLong, or with `truncate` loses its end. Raises: RowTooLong, UnseenImages, VisionMismatch,
-    ValueError.
+    ValueError, also for a trained token without a score.
     """
     raw = check_rewards(batch)
     rewards = raw if advantages is None else check_advantages(batch, advantages)
@@ -63,6 +66,8 @@ def samples(
         made = _sample(sample_type, batch, rows[index], float(rewards[index]), float(raw[index]))
         if images[index]:
             made.multimodal_train_inputs = images[index]
+        if teacher is not None:
+            made.teacher_log_probs = logprobs_of(rows[index].row, teacher, rows[index].end)[rows[index].start :].tolist()
         return made
 
     return [[[sample(index) for index in members] for members in rollouts] for rollouts in group_by_rollout(batch)]

@@ -34,6 +34,7 @@ from trainer_client.adapters.split_rows import (
     tensors_of,
     weight_versions,
 )
+from trainer_client.adapters.teachers import read_score
 from trainer_client.arrays import limit_lengths
 from trainer_client.batch import Batch
 from trainer_client.errors import RowTooLong
@@ -53,6 +54,8 @@ def data_proto(
     truncate: bool = False,
     advantages: Any = None,
     vision: Vision | None = None,
+    teacher: str | None = None,
+    teacher_top_k: int = 0,
 ) -> Any:
     """A `proto_type` (verl.DataProto) with all rows in their order, on the CPU.
 
@@ -69,8 +72,12 @@ def data_proto(
     with M-RoPE `position_ids` have shape (rows, 4, length): the token's, then frames, rows and columns. verl joins the rows' tensors along
     their first dimension, so rows of a model that takes tiles (Idefics3) need the same number of tiles in one micro-batch.
 
+    `teacher`: the scorer whose numbers are `teacher_logprobs` and `teacher_ids` (int32), of shape (rows, length, K): of the `teacher_top_k`
+    best ids, or with 0 of the token itself (K = 1). As verl has them, entry i is about token i + 1; elsewhere 0.0 and `pad_id`.
+
     A row over `max_length` tokens, or with a response over `response_length`, raises RowTooLong or loses its end with
-    `truncate`; a prompt over `prompt_length` always raises it. Raises: RowTooLong, UnseenImages, VisionMismatch, ValueError.
+    `truncate`; a prompt over `prompt_length` always raises it. Raises: RowTooLong, UnseenImages, VisionMismatch, ValueError,
+    also for a trained token without a score.
     """
     rewards = check_rewards(batch)
     rows = split_rows(batch, max_length=max_length, truncate=truncate, images=vision is not None)
@@ -83,6 +90,8 @@ def data_proto(
         values = check_advantages(batch, advantages)
         tensors["advantages"] = responses.fill(0, np.float32, lambda row: values[row.index] * row.loss_mask)
         tensors["returns"] = tensors["advantages"].copy()
+    if teacher is not None:
+        tensors |= _teach(rows, teacher, teacher_top_k, tensors["input_ids"].shape[1], tensors["prompts"].shape[1], pad_id)
     others = _non_tensors(batch, rows)
     if vision is not None:
         seen = read_images(batch, rows, vision)
@@ -149,6 +158,22 @@ def _tensors(prompts: _Rectangle, responses: _Rectangle, pad_id: int, rewards: N
         "token_level_scores": scores,
         "token_level_rewards": scores.copy(),
     }
+
+
+def _teach(
+    rows: Sequence[SplitRow], teacher: str, top_k: int, width: int, prompt_width: int, pad_id: int
+) -> dict[str, NDArray[Any]]:
+    logprobs = np.zeros((len(rows), width, top_k or 1), dtype=np.float32)
+    ids = np.full((len(rows), width, top_k or 1), pad_id, dtype=np.int32)
+    for at, split in enumerate(rows):
+        score, row = read_score(split.row, teacher, split.end), split.row
+        if top_k > score.top_k and row.loss_mask[: split.end].any():
+            raise ValueError(f"trajectory {row.trajectory_id!r} has the {score.top_k} best ids by {teacher!r}, not {top_k}")
+        trained = np.flatnonzero(row.loss_mask[: split.end])
+        places = trained - 1 + prompt_width - split.start
+        logprobs[at, places] = score.top_logprobs[trained, :top_k] if top_k else score.logprobs[trained, None]
+        ids[at, places] = score.top_ids[trained, :top_k] if top_k else row.token_ids[trained, None]
+    return {"teacher_logprobs": logprobs, "teacher_ids": ids}
 
 
 def _non_tensors(batch: Batch, rows: Sequence[SplitRow]) -> dict[str, NDArray[Any]]:

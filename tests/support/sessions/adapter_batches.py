@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from reconstruct.records import Span, pack_ids, pack_logprobs
+from reconstruct.records import RAW, Span, pack_ids, pack_logprobs
+from reconstruct.scores import Score
 from reconstruct.trajectory import Trajectory, weigh_rows
 from tests.support.sessions.training_rows import groups, trajectory
 from trainer_client.batch import Batch
@@ -99,3 +101,23 @@ def _spans(mask: Sequence[int], versions: Sequence[int]) -> tuple[Span, ...]:
     marked = [(version if trained else -1, at) for at, (trained, version) in enumerate(zip(mask, versions, strict=True))]
     runs = [(version, [at for _, at in run]) for version, run in groupby(marked, key=lambda pair: pair[0])]
     return tuple(Span(version, places[0], places[-1] + 1) for version, places in runs if version >= 0)
+
+
+def taught(row: Trajectory, top_k: int = 2) -> Trajectory:
+    """The row with the score of a teacher: of each trained token a tenth more than its logprob, and as best ids the token's own and then
+    others, or only others where the position is odd."""
+    places, length = np.flatnonzero(row.loss_mask), len(row.token_ids)
+    logprobs = np.full(length, np.nan, np.float32)
+    logprobs[places] = row.logprobs[places] * np.float32(0.9)
+    ids, best = np.full((length, top_k), -1, np.int32), np.full((length, top_k), np.nan, np.float32)
+    for at in places.tolist():
+        first = int(row.token_ids[at]) if at % 2 == 0 else 7_000 + at
+        ids[at] = [first, *(8_000 + at + other for other in range(1, top_k))]
+        best[at] = [float(logprobs[at]) if at % 2 == 0 else -0.125, *(-9.0 - other for other in range(1, top_k))]
+    return replace(row, scores={"teacher": Score("teacher", RAW, logprobs, ids, best)})
+
+
+def taught_batch(batch: Batch) -> Batch:
+    return Batch(
+        [replace(group, trajectories=tuple(map(taught, group.trajectories))) for group in batch.groups], batch.weight_version
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections import UserDict
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from tests.support.sessions.adapter_batches import batch_of, batches, expected, few, read, two_turns, without_versions
+from reconstruct.trajectory import Trajectory
+from tests.support.sessions.adapter_batches import (
+    batch_of,
+    batches,
+    expected,
+    few,
+    read,
+    taught,
+    taught_batch,
+    two_turns,
+    without_versions,
+)
 from tests.support.sessions.trainer_libraries import checked, recorded, recorded_annotations
 from tests.support.sessions.training_rows import trajectory
 from trainer_client.adapters.microbatches import Packed, Padded, Rows
@@ -22,6 +34,7 @@ from trainer_client.adapters.prime_rl import training_samples
 from trainer_client.adapters.skyrl import generator_output
 from trainer_client.adapters.slime import post_process_rewards, samples
 from trainer_client.adapters.split_rows import split_rows
+from trainer_client.adapters.teachers import best_and_own
 from trainer_client.advantages import dr_grpo, grpo
 from trainer_client.batch import Batch
 from trainer_client.errors import MixedLogprobModes, RowTooLong
@@ -180,6 +193,73 @@ def test_a_training_sample_survives_the_wire_of_prime_rl() -> None:
     (sample,) = training_samples(batch, struct, [0.5], env_name="swe")
     back: Any = msgspec.msgpack.Decoder(list[struct]).decode(msgspec.msgpack.encode([sample]))[0]
     assert back == sample and back.logprobs == [0, 0, -0.5, -1.0, 0, 0, -1.5, 0]
+
+
+# A teacher's scores
+
+
+def teacher_at(row: Trajectory) -> list[float]:
+    return [float(row.scores["teacher"].logprobs[at]) if row.loss_mask[at] else 0.0 for at in range(len(row.token_ids))]
+
+
+@SAMPLES
+@few
+@given(batch=batches().map(taught_batch))
+def test_a_sample_has_the_teachers_logprobs_of_its_response(library: str, batch: Batch) -> None:
+    for sample in flat(samples(batch, recorded(f"{library}.Sample"), teacher="teacher")):
+        assert sample.teacher_log_probs == teacher_at(batch.rows[sample.index])[-sample.response_length :]
+    assert all(sample.teacher_log_probs is None for sample in flat(samples(batch, recorded(f"{library}.Sample"))))
+
+
+@few
+@given(batch=batches().map(taught_batch))
+def test_a_training_sample_has_the_teachers_logprobs_at_the_tokens_themselves(batch: Batch) -> None:
+    values = batch.advantages(grpo)
+    kind = recorded("prime_rl.TrainingSample")
+    made = training_samples(batch, kind, values, env_name="swe", teacher="teacher", ref_kl_weight=0.5)
+    trained = [row for row in batch.rows if row.loss_mask.any()]
+    for sample, row in zip(made, trained, strict=True):
+        assert sample.ref_logprobs == teacher_at(row)
+        assert sample.ref_kl_weights == (row.loss_mask * 0.5).tolist()
+
+
+def test_a_trained_token_without_a_score_reaches_no_trainer() -> None:
+    """Whatever stood there would be trained on."""
+    row = taught(two_turns())
+    lacking = row.scores["teacher"].logprobs.copy()
+    lacking[6] = np.nan
+    holed = replace(row, scores={"teacher": replace(row.scores["teacher"], logprobs=lacking, error="c2 is not scored")})
+    for given_row, why in (
+        (holed, "1 trained tokens .* token 6 .c2 is not scored"),
+        (two_turns(), "there is no score 'teacher'"),
+    ):
+        batch = batch_of([given_row])
+        with pytest.raises(ValueError, match=why):
+            samples(batch, recorded("slime.Sample"), teacher="teacher")
+        with pytest.raises(ValueError, match=why):
+            training_samples(batch, recorded("prime_rl.TrainingSample"), [0.0], env_name="e", teacher="teacher")
+    (sample,) = flat(samples(batch_of([holed]), recorded("slime.Sample"), max_length=6, truncate=True, teacher="teacher"))
+    assert len(sample.teacher_log_probs) == 4, "what is left is scored"
+
+
+def test_the_best_ids_of_a_token_have_the_token_itself_after_them_where_it_is_none_of_them() -> None:
+    row = taught(two_turns())
+    ids, logprobs = best_and_own(row, "teacher", 8, 2)
+    own = row.scores["teacher"].logprobs
+    assert ids.tolist() == [
+        [-1, -1, -1],
+        [-1, -1, -1],
+        [101, 8003, -1],
+        [7003, 8004, 102],
+        [-1, -1, -1],
+        [-1, -1, -1],
+        [103, 8007, -1],
+        [-1, -1, -1],
+    ]
+    assert logprobs[2].tolist() == [own[2], -10.0, -np.inf] and logprobs[3].tolist() == [-0.125, -10.0, own[3]]
+    assert np.isneginf(logprobs[[0, 1, 4, 5, 7]]).all()
+    wider, _ = best_and_own(row, "teacher", 8, 4)
+    assert wider[3].tolist() == [7003, 8004, 102, -1, -1]
 
 
 # NeMo RL

@@ -20,13 +20,17 @@ from transformers import AutoModelForCausalLM
 
 from contract.errors import ClientClosed
 from tests.support.service.running_service import TRAINER, RunningService
+from tests.support.sessions.adapter_batches import batch_of, taught_batch, two_turns
 from tests.support.sessions.finished_groups import finish, groups
 from tests.support.sessions.trainer_libraries import callback
+from tests.support.sessions.training_rows import trajectory
 from trainer_client.adapters.microbatches import Padded, Rows
+from trainer_client.adapters.teachers import best_and_own, distillation_samples
 from trainer_client.adapters.torch_dataset import LeasedRows
 from trainer_client.advantages import grpo
 from trainer_client.batch import Batch
 from trainer_client.client import TrainerClient
+from trainer_client.distillation import forward_kl
 from trainer_client.errors import VersionConflict
 from trainer_client.recompute import recompute
 
@@ -34,6 +38,7 @@ from trainer_client.recompute import recompute
 with pytest.MonkeyPatch.context() as patch:
     patch.setitem(sys.modules, "vllm", None)
     patch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    from trl.experimental.async_distillation import async_distillation_trainer
     from trl.experimental.async_grpo import AsyncGRPOConfig, async_grpo_trainer, packing
 
     from trainer_client.adapters.trl_async import LeasedAsyncGRPOTrainer, PublishTransfer
@@ -226,3 +231,33 @@ def test_settings_that_cannot_be_right_are_refused(build: Build) -> None:
         make(Rows(), token_budget=100)
     with pytest.raises(ValueError, match="rows may have 101 tokens and token_budget is 100"):
         make(Rows(max_length=101), token_budget=100)
+
+
+def test_samples_for_asynchronous_distillation_are_those_that_trl_makes() -> None:
+    batch = taught_batch(batch_of([two_turns("a"), trajectory("b", versions=())], [two_turns("c")]))
+    made = distillation_samples(batch, async_distillation_trainer.RolloutSample, "teacher", top_k=2)
+    assert [(sample.prompt_id, sample.model_version, sample.teacher_id) for sample in made] == [
+        (0, 5, "teacher"),
+        (1, 5, "teacher"),
+    ]
+    (row,) = (row for row in batch.rows if row.trajectory_id == "a")
+    ids, logprobs = best_and_own(row, "teacher", 8, 2)
+    np.testing.assert_array_equal(made[0].teacher_topk_ids, ids)
+    np.testing.assert_array_equal(made[0].teacher_topk_logprobs, logprobs)
+    assert made[0].completion_mask.tolist() == row.loss_mask.tolist() and made[0].input_ids.dtype == np.int64
+
+
+@pytest.mark.parametrize("tail", [False, True])
+def test_trls_own_divergences_from_a_teacher_are_ours(tail: bool) -> None:
+    """In float64, with what is left of both distributions as one more id and without."""
+    draw = np.random.default_rng(0)
+    teacher, student = (torch.from_numpy(draw.normal(size=(5, 9))).log_softmax(-1)[:, :4] for _ in range(2))
+    mask = torch.ones_like(teacher, dtype=torch.bool)
+    theirs = [teacher, student]
+    support = mask
+    if tail:
+        theirs = [async_distillation_trainer._add_tail_bucket(each, mask)[0] for each in theirs]
+        support = torch.ones_like(theirs[0], dtype=torch.bool)
+    forward = async_distillation_trainer._jsd_divergence(theirs[1], theirs[0], 0, support).sum(-1)
+    ours = forward_kl(teacher.numpy(), student.numpy(), np.ones(5), tail=tail)
+    np.testing.assert_allclose(forward.numpy(), ours, rtol=1e-12)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -17,12 +17,22 @@ from examples.demo.tiny_model import make_tiny_model
 from examples.trainers import verl_step
 from reconstruct.records import pack_logprobs
 from reconstruct.trajectory import Trajectory
-from tests.support.sessions.adapter_batches import batch_of, batches, expected, few, read, two_turns, without_versions
+from tests.support.sessions.adapter_batches import (
+    batch_of,
+    batches,
+    expected,
+    few,
+    read,
+    taught_batch,
+    two_turns,
+    without_versions,
+)
 from tests.support.sessions.trainer_libraries import verl_module
 from tests.support.sessions.training_rows import trajectory
 from trainer_client.adapters.verl import batch_keys, data_proto
 from trainer_client.advantages import dr_grpo, grpo, leave_one_out
 from trainer_client.batch import Batch
+from trainer_client.distillation import reverse_kl
 from trainer_client.errors import RowTooLong
 
 if os.environ.get("CI") != "true":
@@ -173,3 +183,44 @@ def test_two_groups_of_one_name_stay_two() -> None:
     renamed = Batch([replace(group, group_id="same") for group in batch.groups], 9)
     assert proto_of(renamed).non_tensor_batch["uid"].tolist() == ["same:0", "same:1"]
     assert without_versions(as_row(proto_of(renamed), 0)) == without_versions(expected(batch.rows[0]))
+
+
+@few
+@given(batch=batches().map(taught_batch))
+def test_the_teachers_numbers_stand_where_the_token_is_predicted(batch: Batch) -> None:
+    """verl's entry i is about token i + 1, in the whole sequence."""
+    for top_k, width in ((0, 1), (2, 2)):
+        tensors = proto_of(batch, teacher="teacher", teacher_top_k=top_k).batch
+        logprobs, ids = tensors["teacher_logprobs"], tensors["teacher_ids"]
+        assert ids.dtype == torch.int32 and logprobs.shape == ids.shape == (*tensors["input_ids"].shape, width)
+        for at, row in enumerate(batch.rows):
+            there = tensors["attention_mask"][at].bool()
+            own, of_ids = logprobs[at][there].numpy(), ids[at][there].numpy()
+            places, score = np.flatnonzero(row.loss_mask), row.scores["teacher"]
+            np.testing.assert_array_equal(
+                own[places - 1], score.top_logprobs[places] if top_k else score.logprobs[places, None]
+            )
+            np.testing.assert_array_equal(of_ids[places - 1], score.top_ids[places] if top_k else row.token_ids[places, None])
+            others = np.setdiff1d(np.arange(len(row.token_ids)), places - 1)
+            assert not own[others].any() and not of_ids[others].any()
+            assert not logprobs[at][~there].any()
+
+
+def test_more_best_ids_than_the_teacher_gave_are_refused() -> None:
+    with pytest.raises(ValueError, match="has the 2 best ids by 'teacher', not 3"):
+        proto_of(taught_batch(batch_of([two_turns()])), teacher="teacher", teacher_top_k=3)
+
+
+@pytest.mark.parametrize("estimate", ["k1", "k2", "k3"])
+def test_verls_own_divergence_of_the_teacher_is_ours(estimate: Literal["k1", "k2", "k3"]) -> None:
+    """In float64. Of rows as a trainer has them: verl's at position i is of token i + 1."""
+    batch = taught_batch(batch_of([two_turns("a"), trajectory("b", versions=(5, 5, 6))]))
+    tensors = proto_of(batch, teacher="teacher").batch
+    width = tensors["prompts"].shape[1]
+    theirs = core_algos.kl_penalty(
+        tensors["rollout_log_probs"].double(), tensors["teacher_logprobs"][:, width - 1 : -1, 0].double(), estimate
+    )
+    padded = batch.padded()
+    ours = reverse_kl(padded.inference_logprobs, padded.scores["teacher"].logprobs, padded.loss_mask, estimate=estimate)
+    mask = tensors["response_mask"].bool()
+    np.testing.assert_allclose(theirs[mask], ours[padded.loss_mask], rtol=1e-12, atol=1e-15)
