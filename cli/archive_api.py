@@ -57,7 +57,7 @@ class ArchiveApi(CommandClient):
         rows = self.get_packed(f"{path}/trajectories", absent=(404, 500), builder=builder)
         if rows == 404:
             return None
-        rest: dict[str, Any] = {"log": page["log"], "unserved": page["unserved"]}
+        rest: dict[str, Any] = {"log": page["log"], "unserved": page["unserved"], "scores": page["scores"]}
         try:
             rest["media"] = {digest: self._request("GET", f"{path}/media/{digest}").content for digest in page["media"]}
         except RequestFailed as failed:
@@ -73,9 +73,10 @@ class ArchiveApi(CommandClient):
         """Put the session into the service's store: `restored`, or `present` if it already holds the session."""
         path = f"/sessions/{quote(session.state['session_id'], safe='')}/records"
         outcome = ""
-        for media in _split_media(session.media):
-            body = {"session": dict(session.state), "start": 0, "records": [], "last": False, "media": media}
-            self._request("POST", path, content=msgpack.packb(body))
+        for name, values in (("media", session.media), ("scores", session.scores)):
+            for part in _split_values(values):
+                body = {"session": dict(session.state), "start": 0, "records": [], "last": False, name: part}
+                self._request("POST", path, content=msgpack.packb(body))
         for start, records, last in _split(session.records):
             body = {"session": dict(session.state), "start": start, "records": records, "last": last}
             if last:
@@ -95,14 +96,14 @@ class ArchiveApi(CommandClient):
             raise
 
 
-def _split_media(media: Mapping[str, bytes]) -> Iterator[dict[str, bytes]]:
-    """The images, at most PART_BYTES at a time, or one."""
+def _split_values(values: Mapping[str, bytes]) -> Iterator[dict[str, bytes]]:
+    """The images or scores, at most PART_BYTES at a time, or one."""
     part: dict[str, bytes] = {}
-    for digest, data in media.items():
+    for name, data in values.items():
         if part and sum(map(len, part.values())) + len(data) > PART_BYTES:
             yield part
             part = {}
-        part[digest] = data
+        part[name] = data
     if part:
         yield part
 

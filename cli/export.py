@@ -144,7 +144,8 @@ def parse_time(flag: str, text: str | None) -> float | None:
 
 @dataclass(slots=True)
 class Totals:
-    """`present` sessions were exported earlier, `outdated` ones of them with other rewards; those with `problems` have no trajectories."""
+    """`present` sessions were exported earlier, `outdated` ones of them with other rewards or scores; those with `problems` have no
+    trajectories."""
 
     sessions: int = 0
     trajectories: int = 0
@@ -158,7 +159,9 @@ class Totals:
         if self.present:
             line += f"; {self.present} were there already"
         if self.outdated:
-            line += f", {self.outdated} of them with other rewards than they have now: export those into another folder"
+            line += (
+                f", {self.outdated} of them with other rewards or scores than they have now: export those into another folder"
+            )
         if self.problems:
             line += f"; {self.problems} have no trajectories because their records contradict each other (column problem)"
         return line

@@ -254,6 +254,8 @@ class SessionProgress(Wire):
     """What that person wrote."""
     closed_at: float | None = None
     updated_at: float = 0.0
+    scored: int = 0
+    """How often a scorer's numbers of one call were stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,7 +301,7 @@ _EXAMPLE: dict[str, Any] = {
     },
     **{"max_calls": None, "max_completion_tokens": None, "max_total_tokens": None, "status": "completed", "calls": 2},
     **{"reward": 1.0, "per_call": {}, "per_branch": {}, "reward_metadata": {}, "error": None, "flag": None, "note": None},
-    **{"closed_at": 1767225700.0, "updated_at": 1767225700.0},
+    **{"closed_at": 1767225700.0, "updated_at": 1767225700.0, "scored": 0},
 }
 
 

@@ -14,6 +14,7 @@ import math
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 
 from contract.attempts import ENDED
@@ -199,12 +200,13 @@ class Retention:
         return True
 
     def _leave_outdated(self, writer: ArchiveWriter, states: list[SessionState]) -> list[SessionState]:
-        """Those that the archive holds with the rewards that they have. The others would lose theirs: `verbatim export` may have written
-        them to the same folder before they were rewarded."""
+        """Those that the archive holds with the rewards and scores that they have. The others would lose theirs: `verbatim export` may
+        have written them to the same folder before they were rewarded or scored."""
         outdated = [state.info.session_id for state in states if writer.is_outdated(session_as_wire(state))]
         if outdated:
             log.error(
-                "retention keeps %d sessions, which %s holds with other rewards: move that folder away, and they are archived anew (%s)",
+                "retention keeps %d sessions, which %s holds with other rewards or scores: move that folder away, and they are archived "
+                "anew (%s)",
                 len(outdated),
                 writer.folder,
                 ", ".join(outdated[:MAX_NAMED]),
@@ -244,6 +246,7 @@ async def collect(services: Services, state: SessionState, builder: str = "merge
         services.sessions.load_log(session_id),
     )
     plain = [record for _, record in records]
+    scores = await services.scores.load(session_id) if state.scored else None
     media = await services.media.load(await list_images(services, state.info, plain))
     whole = ArchivedSession(
         session_as_wire(state),
@@ -251,11 +254,13 @@ async def collect(services: Services, state: SessionState, builder: str = "merge
         sorted(delivered),
         intents_as_wire(intents),
         log=log_text,
+        scores=await services.scores.load_packed(session_id) if state.scored else {},
         media=media,
         unserved=unserved_as_wire(state),
     )
     try:
-        built = await asyncio.to_thread(rows.build_rows, services.settings, state, plain, intents, delivered, builder)
+        build = partial(rows.build_rows, services.settings, state, plain, intents, delivered, builder, scores=scores)
+        built = await asyncio.to_thread(build)
     except ReconstructError as error:
         log.error("session %s has no usable trajectories: %s", session_id, error)
         return replace(whole, problem=str(error))

@@ -16,6 +16,7 @@ INTRODUCTIONS = {
     " Rows of untrained roles are included with a mask of zeros. In a `per_call` export the reward is the call's own.",
     "sessions": "One row per session.",
     "records": "One row per call. Everything else follows from these.",
+    "scores": "One row per call and scorer.",
     "media": "One row per [image](../images.md). An image that several sessions have is in the part of the first.",
 }
 SHARED = {
@@ -55,6 +56,10 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "routed_experts": "the experts that each token was routed to",
         "policy": "the model that sampled the row, whose versions `weight_versions` counts; empty for the default one",
         "media": "the [images](../concepts.md#images) in the row: digest, kind, start, length",
+        "scores": "by [scorer](../trainers.md#distillation-from-scores): policy, weight_versions, mode, error; null: none",
+        "score_logprobs": "of each scorer, in the order of `scores`: the logprob of each token; null where nothing is known",
+        "score_top_ids": "of each scorer: the ids that it holds most probable at each token; -1 where nothing is known",
+        "score_top_logprobs": "the logprobs of those",
         "text": "what the tokens spell; only in folders of `verbatim generate`",
         "tools": "the tools of the row's last request; only in folders of `verbatim generate`",
         "session_status": "as the control API has it",
@@ -95,18 +100,24 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "problem": "why the session has no trajectories, when its records contradict each other",
         "log": "the end of what the agent printed, at most 65,536 characters; null if nothing was sent",
         "media": "digests of its images",
+        "scored": "how often a scorer's numbers of one call were stored",
     },
     "records": {
         "position": "in the session",
         "call_id": "the call",
         "record": "the call as the store holds it, with a schema version and its own checksum; `reconstruct.codec.decode` reads it",
     },
+    "scores": {
+        "scorer": "its name",
+        "call_id": "the call whose sampled tokens it scored",
+        "score": "as the store holds it, with a schema version; `reconstruct.scores.decode_score` reads it",
+    },
     "media": {"digest": "sha256 of the bytes", "data": "the bytes as they were sent"},
 }
 
 
 def render() -> str:
-    return HEAD + "".join(_render_table(name) for name in ("trajectories", "sessions", "records", "media"))
+    return HEAD + "".join(_render_table(name) for name in ("trajectories", "sessions", "records", "scores", "media"))
 
 
 def _render_table(name: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -40,9 +40,9 @@ router = APIRouter(prefix="/sessions", tags=["archive"], dependencies=[Depends(r
 
 
 class Restore(msgspec.Struct, forbid_unknown_fields=True):
-    """Part of a session: `records` from number `start` on, and `media`, bytes of images by digest. The `last` part carries the remaining
-    state and closes the session. With `deliver` the session joins its group as if it had been closed now; otherwise it is never delivered
-    to a trainer."""
+    """Part of a session: `records` from number `start` on, `scores` of its calls, and `media`, bytes of images by digest. The `last` part
+    carries the remaining state and closes the session. With `deliver` the session joins its group as if it had been closed now; otherwise
+    it is never delivered to a trainer."""
 
     session: dict[str, Any]
     start: int
@@ -54,6 +54,7 @@ class Restore(msgspec.Struct, forbid_unknown_fields=True):
     unserved: Unserved | None = None
     deliver: bool = False
     media: dict[str, bytes] = {}
+    scores: dict[str, bytes] = {}
 
     def stored_intents(self) -> list[Intent]:
         """Raises `RequestError` for an invalid intent."""
@@ -77,7 +78,7 @@ async def export_records(
     limit: Annotated[int, Query(ge=1, le=1000, description="Records per part.")] = 100,
 ) -> Response:
     """Answers msgpack: `session`, `delivered`, `intents`, `records` as the store holds them, and `next_start`. The last part has
-    the `log`, and the digests of the session's images: `media`."""
+    the `log`, the `scores` and the digests of the session's images: `media`."""
     state = await load_session(services, session_id)
     named, delivered, intents = await asyncio.gather(
         services.archive.load_named_records(session_id, start, start + limit - 1),
@@ -86,12 +87,13 @@ async def export_records(
     )
     following = start + len(named)
     next_start = following if following < state.calls else None
-    log, images = "", set[str]()
+    log, images, scores = "", set[str](), dict[str, bytes]()
     if next_start is None:
         log = await services.sessions.load_log(session_id)
+        scores = await services.scores.load_packed(session_id) if state.scored else {}
         every = () if state.info.replay is None else await services.sessions.load_records(session_id, 0, -1)
         images = await list_images(services, state.info, every)
-    return encode_response(part_as_wire(state, delivered, intents, named, next_start, log, images), Encoding.MSGPACK)
+    return encode_response(part_as_wire(state, delivered, intents, named, next_start, log, images, scores), Encoding.MSGPACK)
 
 
 @router.post(
@@ -107,6 +109,8 @@ async def import_records(request: Request, services: Served, session_id: Session
     raw = await read_body(request, services.settings.max_body_bytes)
     part, state = await asyncio.to_thread(_decode_part, raw, session_id)
     await services.archive.restore(state.info, part.start, part.records)
+    if part.scores:
+        await services.scores.restore(session_id, state.info.created_at, part.scores)
     if part.media:
         await services.media.restore(session_id, state.info.created_at, part.media)
     if not part.last:
@@ -127,8 +131,9 @@ def part_as_wire(
     next_start: int | None,
     log: str,
     images: Iterable[str],
+    scores: Mapping[str, bytes],
 ) -> dict[str, Any]:
-    """A part of a session with the records `named`; the last one has the log and the digests of the `images`."""
+    """A part of a session with the records `named`; the last one has the log, the scores and the digests of the `images`."""
     return {
         "session": session_as_wire(state),
         "delivered": sorted(delivered),
@@ -138,6 +143,7 @@ def part_as_wire(
         "next_start": next_start,
         "log": log,
         "media": sorted(images),
+        "scores": dict(scores),
     }
 
 

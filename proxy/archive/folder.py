@@ -42,7 +42,7 @@ ROW_GROUP_ROWS = 256
 """Readers of Parquet load a whole row group, and a long session's row has megabytes."""
 
 Key = tuple[str, float]
-KNOWN_COLUMNS = ["session_id", "created_at", "reward", "per_call", "per_branch"]
+KNOWN_COLUMNS = ["session_id", "created_at", "reward", "per_call", "per_branch", "scored"]
 
 
 class ArchiveError(Exception):
@@ -68,11 +68,10 @@ class ArchiveReader:
     def sessions(self) -> Iterator[ArchivedSession]:
         """Every session without its trajectories, read part by part. Raises ArchiveError for a missing or changed file."""
         for part in self.parts:
-            records: dict[str, list[Row]] = {}
-            for record in self._rows(part, "records"):
-                records.setdefault(record["session_id"], []).append(record)
+            records, scores = (self._group(part, table) for table in ("records", "scores"))
             for row in self._rows(part, "sessions"):
-                yield session_of(row, records.get(row["session_id"], ()), self._load_media(row))
+                name = row["session_id"]
+                yield session_of(row, records.get(name, ()), scores.get(name, ()), self._load_media(row))
 
     def rows(self, table: str, columns: Sequence[str] | None = None) -> Iterator[Row]:
         """The rows of one table, or only these columns of them. Raises as `sessions`."""
@@ -84,10 +83,17 @@ class ArchiveReader:
         for part in reversed(self.parts):
             rows = [row for row in self._rows(part, "sessions") if row["session_id"] == session_id]
             if rows:
-                records = [row for row in self._rows(part, "records") if row["session_id"] == session_id]
+                records, scores = (self._group(part, table).get(session_id, ()) for table in ("records", "scores"))
                 last = max(rows, key=lambda row: row["created_at"])
-                return session_of(last, records, self._load_media(last))
+                return session_of(last, records, scores, self._load_media(last))
         return None
+
+    def _group(self, part: dict[str, Any], table: str) -> dict[str, list[Row]]:
+        """The rows of a table by session."""
+        grouped: dict[str, list[Row]] = {}
+        for row in self._rows(part, table):
+            grouped.setdefault(row["session_id"], []).append(row)
+        return grouped
 
     def _load_media(self, session: Row) -> dict[str, bytes]:
         """The session's images, from whichever parts have them."""
@@ -187,7 +193,7 @@ class ArchiveWriter:
         return key in self.known or key in self._waiting
 
     def is_outdated(self, state: Mapping[str, Any]) -> bool:
-        """Whether the folder holds the session with other rewards than it has in `state`, which is as in `GET /sessions/{id}`."""
+        """Whether the folder holds the session with other rewards or scores than it has in `state`, as in `GET /sessions/{id}`."""
         key = state["session_id"], state["created_at"]
         return key in self.known and not self.known.has_rewards(key, rewards_of(state))
 

@@ -1,8 +1,8 @@
-"""The four tables of an archive: their columns, a session as their rows, and back. docs/site/archive_page.py explains each column.
+"""The five tables of an archive: their columns, a session as their rows, and back. docs/site/archive_page.py explains each column.
 
-`trajectories` has one row per training row, `sessions` one per session, `records` one per call in the store's encoding, `media` one per
-image, which several sessions may have. Columns of kind `json` hold JSON text: their objects differ from row to row, which no column type
-survives. A changed column is a new SCHEMA_VERSION.
+`trajectories` has one row per training row, `sessions` one per session, `records` one per call in the store's encoding, `scores` one per
+score of a call, `media` one per image, which several sessions may have. Columns of kind `json` hold JSON text: their objects differ from
+row to row, which no column type survives. A changed column is a new SCHEMA_VERSION.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 from reconstruct.details import convert_to_lists
 
 Row = dict[str, Any]
-Rewards = tuple[float | None, tuple[tuple[str, float], ...], tuple[tuple[str, float], ...]]
-"""A session's reward, and those of its calls and branches: what may still change once it is closed."""
+Rewards = tuple[float | None, tuple[tuple[str, float], ...], tuple[tuple[str, float], ...], int]
+"""A session's reward, those of its calls and branches, and how many scores were stored: what may still change once it is closed."""
 
 SCHEMA = "verbatim-archive"
 SCHEMA_VERSION = 10
@@ -49,6 +49,10 @@ TRAJECTORIES = {
     "routed_experts": "list<list<list<int16>>>",
     "policy": "string",
     "media": "json",
+    "scores": "json",
+    "score_logprobs": "list<list<float32>>",
+    "score_top_ids": "list<list<list<int32>>>",
+    "score_top_logprobs": "list<list<list<float32>>>",
     "text": "string",
     "tools": "json",
     "session_status": "string",
@@ -100,19 +104,23 @@ SESSIONS = {
     "problem": "string",
     "log": "string",
     "media": "list<string>",
+    "scored": "int64",
 }
 MEDIA = {"digest": "string", "data": "binary"}
 RECORDS = {"session_id": "string", "position": "int32", "call_id": "string", "record": "binary"}
 
-TABLES = {"sessions": SESSIONS, "records": RECORDS, "trajectories": TRAJECTORIES, "media": MEDIA}
+SCORES = {"session_id": "string", "scorer": "string", "call_id": "string", "score": "binary"}
+
+TABLES = {"sessions": SESSIONS, "records": RECORDS, "scores": SCORES, "trajectories": TRAJECTORIES, "media": MEDIA}
 
 _ARRAYS = {"token_ids": "<i4", "loss_mask": "i1", "logprobs": "<f4"}
 _DETAILS = {"top_token_ids": "<i4", "top_logprobs": "<f4", "prompt_logprobs": "<f4", "routed_experts": "<i2"}
+_SCORES = {"logprobs": "<f4", "top_ids": "<i4", "top_logprobs": "<f4"}
 _JSON = ("per_call", "per_branch", "reward_metadata", "metadata", "sampling", "replay", "lookahead", "scores", "intents")
 _PLAIN = (
     *("session_id", "created_at", "closed_at", "updated_at", "status", "task_id", "group_id", "group_size", "reward"),
     *("error", "flag", "note", "calls", "run", "project", "trained", "echo_policy"),
-    *("max_calls", "max_completion_tokens", "max_total_tokens"),
+    *("max_calls", "max_completion_tokens", "max_total_tokens", "scored"),
 )
 
 
@@ -123,8 +131,8 @@ class ArchivedSession:
     `state` is the session as in `GET /sessions/{id}`; `records` are (call id, record bytes) in store order; `delivered` the calls whose
     reply was delivered whole; `intents` the calls without a record. `trajectories` are in wire form with packed arrays, and may have a
     `text` and `tools`. `problem`: why there are none, when the session's records contradict each other. `log`: the end of what the agent
-    printed, "" if it is not known. `media`: the bytes of its images by digest. `unserved`: the last call that was not served, as in
-    `GET /sessions/{id}`.
+    printed, "" if it is not known. `scores`: as the store holds them, by `<scorer>=<call_id>`. `media`: the bytes of its images by digest.
+    `unserved`: the last call that was not served, as in `GET /sessions/{id}`.
     """
 
     state: Mapping[str, Any]
@@ -135,6 +143,7 @@ class ArchivedSession:
     accounting: Mapping[str, Any] = field(default_factory=dict)
     problem: str | None = None
     log: str = ""
+    scores: Mapping[str, bytes] = field(default_factory=dict)
     media: Mapping[str, bytes] = field(default_factory=dict)
     unserved: Mapping[str, Any] | None = None
 
@@ -152,7 +161,8 @@ class ArchivedSession:
         """Approximate size in memory and on disk."""
         arrays = sum(len(row[name]) for row in self.trajectories for name in _ARRAYS)
         arrays += sum(len(row[name]["data"]) for row in self.trajectories for name in _DETAILS if name in row)
-        images = sum(map(len, self.media.values()))
+        # Of a row's scores about as much as of its calls'.
+        images = sum(map(len, self.media.values())) + 2 * sum(map(len, self.scores.values()))
         return arrays + images + sum(len(record) for _, record in self.records) + len(self.log) + 1024
 
 
@@ -160,7 +170,7 @@ def rewards_of(state: Mapping[str, Any]) -> Rewards:
     """Those of a session as in `GET /sessions/{id}`, or of its row."""
     given = (state[name] for name in ("per_call", "per_branch"))
     calls, branches = (json.loads(each) if isinstance(each, str) else each for each in given)
-    return state["reward"], tuple(sorted(calls.items())), tuple(sorted(branches.items()))
+    return state["reward"], tuple(sorted(calls.items())), tuple(sorted(branches.items())), state["scored"]
 
 
 def rows_of(session: ArchivedSession) -> dict[str, list[Row]]:
@@ -171,13 +181,15 @@ def rows_of(session: ArchivedSession) -> dict[str, list[Row]]:
             {"session_id": session.state["session_id"], "position": position, "call_id": call_id, "record": record}
             for position, (call_id, record) in enumerate(session.records)
         ],
+        "scores": [_score_row(session.state["session_id"], name, score) for name, score in sorted(session.scores.items())],
         "trajectories": [_trajectory_row(row, session.state) for row in session.trajectories],
         "media": [{"digest": digest, "data": data} for digest, data in session.media.items()],
     }
 
 
-def session_of(row: Row, records: Sequence[Row], media: Mapping[str, bytes]) -> ArchivedSession:
-    """The session of one row of `sessions`, its rows of `records` and its images. Without trajectories, which follow from the records."""
+def session_of(row: Row, records: Sequence[Row], scores: Sequence[Row], media: Mapping[str, bytes]) -> ArchivedSession:
+    """The session of one row of `sessions`, its rows of `records` and of `scores`, and its images. Without trajectories, which follow
+    from the records."""
     state = {name: row[name] for name in _PLAIN} | {name: json.loads(row[name]) for name in _JSON}
     ordered = sorted(records, key=lambda record: record["position"])
     return ArchivedSession(
@@ -186,6 +198,7 @@ def session_of(row: Row, records: Sequence[Row], media: Mapping[str, bytes]) -> 
         delivered=row["delivered"],
         intents=state["intents"],
         log=row["log"] or "",
+        scores={f"{score['scorer']}={score['call_id']}": score["score"] for score in scores},
         media=media,
         unserved=json.loads(row["unserved"]),
     )
@@ -229,6 +242,7 @@ def _trajectory_row(row: Mapping[str, Any], state: Mapping[str, Any]) -> Row:
         **row,
         **{name: np.frombuffer(row[name], dtype=dtype) for name, dtype in _ARRAYS.items()},
         **{name: _detail(row.get(name), dtype) for name, dtype in _DETAILS.items()},
+        **_score_columns(row.get("scores", {})),
         "metadata": _dump(row["metadata"]),
         "logprob_modes": _dump(row["logprob_modes"]),
         "media": _dump(row["media"]),
@@ -242,6 +256,21 @@ def _trajectory_row(row: Mapping[str, Any], state: Mapping[str, Any]) -> Row:
         "created_at": state["created_at"],
         "closed_at": state["closed_at"],
     }
+
+
+def _score_row(session_id: str, name: str, score: bytes) -> Row:
+    scorer, _, call_id = name.partition("=")
+    return {"session_id": session_id, "scorer": scorer, "call_id": call_id, "score": score}
+
+
+def _score_columns(scores: Mapping[str, Any]) -> Row:
+    """Those of a row's scores: what each scorer is in `scores`, and its arrays, one after the other in that order."""
+    if not scores:
+        return {"scores": None, **{f"score_{name}": None for name in _SCORES}}
+    ordered = sorted(scores)
+    described = {name: {key: value for key, value in scores[name].items() if key not in _SCORES} for name in ordered}
+    arrays = {f"score_{key}": [_detail(scores[name][key], dtype) for name in ordered] for key, dtype in _SCORES.items()}
+    return {"scores": _dump(described), **arrays}
 
 
 def _detail(packed: Mapping[str, Any] | None, dtype: str) -> list[Any] | None:

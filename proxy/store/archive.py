@@ -117,6 +117,7 @@ def _fields(state: SessionState, leased_at: float | None) -> list[Argument]:
         "closed_at": None if state.closed_at is None else repr(state.closed_at),
         "leased": None if leased_at is None else repr(leased_at),
         "unserved": None if state.unserved is None else pack_versioned(state.unserved),
+        "scored": repr(state.scored) if state.scored else None,
     }
     return [part for name, value in fields.items() if value is not None for part in (name, value)]
 

@@ -3,8 +3,8 @@
 One session, all in the slot of `{s:<session_id>}`, until the session is deleted:
 
     vb:{s:<id>}:state      hash    info (msgpack), status, reward, per_call, per_branch, reward_metadata, error, closed_at,
-                                   updated_at, leased, scored (it has scores), bytes (of the calls' arrays and texts, uncompressed),
-                                   accounting
+                                   updated_at, leased, bytes (of the calls' arrays and texts, uncompressed), scored (how many scores
+                                   were stored), accounting
     vb:{s:<id>}:calls      list    record bytes in commit order; append-only. A replayed call's is a reference to a record of another
                                    session: 0xc1, which begins no record, and [session_id, number] (msgpack)
     vb:{s:<id>}:forks      zset    session_id of each session that replays this one, by when it was announced; while there are any, this one

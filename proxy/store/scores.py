@@ -74,6 +74,21 @@ class ScoreStore:
         stored = parse_hash(await self._redis.execute("HGETALL", keys.scores(session_id)))
         return {field.decode(): blob for field, blob in stored.items()}
 
+    async def restore(self, session_id: str, created_at: float, packed: Mapping[str, bytes]) -> None:
+        """Gives a session that is being restored its scores, as `load_packed` had them; one that has them is left alone. Raises
+        RequestError for a score that cannot be read, and as `keep` does."""
+        by_scorer: dict[str, dict[str, Score]] = {}
+        for field, blob in packed.items():
+            scorer, _, call_id = field.partition("=")
+            try:
+                by_scorer.setdefault(scorer, {})[call_id] = decode_score(blob)
+            except DecodeError as error:
+                raise RequestError(
+                    f"the score {field} of session {session_id} cannot be read: {error}", param="scores"
+                ) from error
+        for scorer, by_call in by_scorer.items():
+            await self.keep(session_id, scorer, by_call, created_at=created_at)
+
 
 def _field(scorer: str, call_id: str) -> str:
     return f"{scorer}={call_id}"

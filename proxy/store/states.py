@@ -79,8 +79,6 @@ class SessionState(SessionProgress, LastEvents):
     """A session as it stands. It is `restoring` during an import."""
 
     info: SessionInfo
-    scored: bool = False
-    """It has scores (`proxy.store.scores`)."""
     verdicts: Mapping[str, Verdicts] = field(default_factory=dict)
     """Of the judges that were asked. `per_call` has their means, where nothing else was said of a call."""
     accounting: TokenSums | None = None
@@ -136,7 +134,7 @@ def parse_state(snapshot: Any) -> SessionState | None:
         updated_at=float(fields[b"updated_at"]),
         unserved=unpack_versioned(fields[b"unserved"], Unserved) if b"unserved" in fields else None,
         replayed_at=float(fields[b"replayed_at"]) if b"replayed_at" in fields else None,
-        scored=b"scored" in fields,
+        scored=int(fields.get(b"scored", 0)),
         verdicts=verdicts,
         accounting=unpack_versioned(fields[b"accounting"], TokenSums) if b"accounting" in fields else None,
     )

@@ -280,7 +280,8 @@ async def record_file(ui: Ui, session_id: str) -> bytes:
     named = await ui.services.archive.load_named_records(session_id, 0, -1)
     log = await ui.services.sessions.load_log(session_id)
     images = await list_images(ui.services, view.state.info, [record for _, record in named])
-    part = part_as_wire(view.state, view.delivered, view.intents, named, None, log, images)
+    scores = await ui.services.scores.load_packed(session_id) if view.state.scored else {}
+    part = part_as_wire(view.state, view.delivered, view.intents, named, None, log, images, scores)
     return await asyncio.to_thread(msgspec.msgpack.encode, part)
 
 

@@ -23,6 +23,7 @@ from reconstruct.accounting import Settled
 from reconstruct.codec import decode
 from reconstruct.messages import reasoning_of
 from reconstruct.records import DIVERGED, REPLAY, Call, Forest, order_key
+from reconstruct.scores import Scores
 from reconstruct.trajectory import Trajectory
 from reconstruct.values import estimate
 
@@ -123,7 +124,8 @@ class ShownSessions:
             return cached[1]
         records = await sessions.load_records(session_id)
         heard = await sessions.load_heard(session_id)
-        view = await asyncio.to_thread(self._build, state, records, intents, stamp[1], heard, in_flight, rewards)
+        scores = await self._services.scores.load(session_id) if state.scored else None
+        view = await asyncio.to_thread(self._build, state, records, intents, stamp[1], heard, in_flight, rewards, scores)
         self._cache(stamp, view)
         return view
 
@@ -149,9 +151,10 @@ class ShownSessions:
         heard: Container[str],
         in_flight: frozenset[str],
         rewards: Rewards,
+        scores: Mapping[str, Scores] | None,
     ) -> ShownSession:
         left = [intent for intent in intents if intent.call_id not in in_flight]
-        built = build_rows(self._services.settings, state, records, left, heard)
+        built = build_rows(self._services.settings, state, records, left, heard, scores=scores)
         quarantined = {item.call_id: item.reason for item in built.accounting.quarantined}
         summaries = summarize_calls(built.settled, delivered, quarantined, rewards)
         return ShownSession(state, built, delivered, intents, in_flight, quarantined, summaries)

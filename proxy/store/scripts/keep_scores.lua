@@ -18,5 +18,5 @@ for _, i in ipairs(fresh) do
   redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1])
 end
 -- A repetition writes too: WAIT waits for the connection's last write.
-redis.call('HSET', KEYS[1], 'scored', '1')
+redis.call('HINCRBY', KEYS[1], 'scored', #fresh)
 return 'ok'

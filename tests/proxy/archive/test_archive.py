@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from typing import Any
 
 import msgpack
 import msgspec
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from openai import AuthenticationError, InternalServerError
@@ -32,7 +34,10 @@ from proxy.archive.folder import ArchiveReader, ArchiveWriter, KnownSessions, re
 from proxy.archive.tables import SCHEMA_VERSION, TABLES, arrow_schema
 from proxy.errors import Conflict
 from proxy.store.archive import ArchiveStore
+from proxy.store.connection import StoreConnection
+from proxy.store.scores import ScoreStore
 from proxy.store.states import Intent, SessionInfo, SessionState
+from reconstruct.scores import Score
 from tests.support.engine.scripted_engine import Fail, ScriptedEngine
 from tests.support.engine.scripted_images import SEEING, picture, url_of
 from tests.support.service.forked import ForkedVerbatim
@@ -181,6 +186,23 @@ def leased(service: RunningService, groups: int = 100) -> list[dict[str, Any]]:
     return [] if answer.status_code == 204 else [row for g in answer.json()["groups"] for row in g["trajectories"]]
 
 
+def scored(service: RunningService, session_id: str, scorer: str, *, top_k: int) -> None:
+    """Every call of the session has a score: of the token at position i the logprob -i, and ids from i on."""
+
+    async def keep() -> None:
+        store = StoreConnection(str(service.settings.redis))
+        by_call = {}
+        for call in service.request("GET", f"/sessions/{session_id}/calls?limit=1000").json()["calls"]:
+            count = len(call["completion_ids"])
+            best = np.arange(count)[:, None] + np.arange(top_k)
+            numbers = -np.arange(count).astype(np.float32)
+            by_call[call["call_id"]] = Score(scorer, "raw", numbers, best.astype(np.int32), -best.astype(np.float32))
+        await ScoreStore(store).keep(session_id, scorer, by_call)
+        await store.close()
+
+    asyncio.run(keep())
+
+
 def test_an_export_has_one_row_for_each_trajectory_with_all_that_the_wire_has(service: RunningService, tmp_path: Path) -> None:
     sessions = [talked(service, group_id="g", group_size=2, task_id="t", metadata={"a": 1}) for _ in range(2)]
     told = export(service, tmp_path / "out")
@@ -203,7 +225,7 @@ def test_an_export_has_one_row_for_each_trajectory_with_all_that_the_wire_has(se
 
 
 def test_the_files_say_their_version_and_the_types_that_datasets_should_use(service: RunningService, tmp_path: Path) -> None:
-    talked(service)
+    scored(service, talked(service).session_id, "teacher", top_k=1)
     pictured(service, picture())
     export(service, tmp_path)
     for name, columns in TABLES.items():
@@ -232,6 +254,8 @@ def test_what_an_export_holds_comes_back_as_it_was(service: RunningService, seco
     log = {"text": "$ agent --print\nAll \u65e5\u672c done.\n"}
     assert service.request("PUT", f"/sessions/{sessions[0]}/log", json=log).status_code == 204
     assert command(service, "sessions", "flag", sessions[0], "good", "--note", "wait: <b>").returncode == 0
+    scored(service, sessions[0], "teacher", top_k=2)
+    scored(service, sessions[0], "raw", top_k=0)
     export(service, tmp_path / "first")
     assert imported(second, tmp_path / "first") == f"imported 6 sessions from {tmp_path / 'first'}\n"
     export(second, tmp_path / "second")
@@ -284,6 +308,49 @@ def test_an_export_has_each_trained_token_in_one_step_of_atif(
                 assert step["metrics"]["logprobs"] == row["logprobs"][start : start + len(ids)]
                 trained += ids
     assert len(trained) == answer["accounting"]["exported_tokens"] > 0
+
+
+def test_an_export_has_the_scores_of_its_rows(service: RunningService, tmp_path: Path) -> None:
+    session = talked(service)
+    plain = talked(service)
+    scored(service, session.session_id, "teacher", top_k=2)
+    scored(service, session.session_id, "raw", top_k=0)
+    export(service, tmp_path)
+    for row in table(tmp_path, "trajectories"):
+        names = ["scores", "score_logprobs", "score_top_ids", "score_top_logprobs"]
+        if row["session_id"] == plain.session_id:
+            assert [row[name] for name in names] == [None] * 4
+            continue
+        (wire,) = (each for each in session.trajectories()[0] if each["trajectory_id"] == row["trajectory_id"])
+        told = json.loads(row["scores"])
+        assert list(told) == ["raw", "teacher"] == sorted(wire["scores"])
+        for at, name in enumerate(told):
+            given = {key: row[f"score_{key}"][at] for key in ("logprobs", "top_ids", "top_logprobs")}
+            assert {**given, **told[name]} == wire["scores"][name]
+        known = [logprob is not None for logprob in row["score_logprobs"][0]]
+        assert known == [mask == 1 for mask in row["loss_mask"]]
+
+
+def test_an_export_says_which_sessions_were_scored_after_it(service: RunningService, tmp_path: Path) -> None:
+    session = talked(service)
+    export(service, tmp_path)
+    scored(service, session.session_id, "teacher", top_k=0)
+    assert "1 of them with other rewards or scores than they have now" in export(service, tmp_path)
+
+
+def test_a_score_that_cannot_be_read_is_not_restored(service: RunningService, second: RunningService, tmp_path: Path) -> None:
+    session = talked(service)
+    scored(service, session.session_id, "teacher", top_k=0)
+    export(service, tmp_path)
+    (archived,) = ArchiveReader(tmp_path).sessions()
+    part = {"session": dict(archived.state), "start": 0, "records": [], "last": False}
+    for scores, said in (
+        ({"teacher=c": b"x"}, "teacher=c"),
+        ({"a b=c": next(iter(archived.scores.values()))}, "a scorer's name"),
+    ):
+        body = msgpack.packb({**part, "scores": scores})
+        answer = second.request("POST", f"/sessions/{session.session_id}/records", content=body)
+        assert (answer.status_code, said in answer.json()["error"]["message"]) == (400, True), answer.text
 
 
 def test_an_export_has_the_preference_pairs_of_lookaheads(
@@ -736,7 +803,7 @@ def test_an_export_says_which_sessions_it_holds_with_an_earlier_reward(service: 
     assert "exported 2 sessions" in export(service, tmp_path)
     assert "2 were there already\n" in export(service, tmp_path)
     service.request("POST", f"/sessions/{late.session_id}/reward", json={"reward": 0.25})
-    assert "2 were there already, 1 of them with other rewards than they have now" in export(service, tmp_path)
+    assert "2 were there already, 1 of them with other rewards or scores than they have now" in export(service, tmp_path)
 
 
 def test_an_export_killed_at_any_step_goes_on_where_it_was(service: RunningService, tmp_path: Path) -> None:

@@ -38,10 +38,10 @@ async def test_scores_come_back_by_call_and_scorer(store: Store) -> None:
 async def test_only_a_session_with_scores_says_that_it_has_some(store: Store) -> None:
     scores = await opened(store)
     state = await store.sessions.load("s1")
-    assert state is not None and not state.scored and await scores.load("s1") == {}
+    assert state is not None and state.scored == 0 and await scores.load("s1") == {}
     await scores.keep("s1", "teacher", {"c1": score(-1.0)})
     state = await store.sessions.load("s1")
-    assert state is not None and state.scored
+    assert state is not None and state.scored == 1
 
 
 async def test_the_first_score_stays_unless_another_one_was_asked_for(store: Store) -> None:
