@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -35,7 +35,7 @@ BINS = 160
 class TokenList:
     """All arrays have one length. `logprobs` is NaN and `versions` NO_VERSION for tokens that were not sampled. `policy` names the
     vocabulary. `tops`: calls for which the engine reported the most probable tokens, with the position of their first sampled token.
-    `media`: the tokens that stand for images."""
+    `media`: the tokens that stand for images. `scores`: logprobs by scorer, NaN where unknown."""
 
     ids: Ids
     kinds: NDArray[np.uint8]
@@ -44,6 +44,7 @@ class TokenList:
     policy: str
     tops: tuple[tuple[int, Call], ...] = ()
     media: tuple[Media, ...] = ()
+    scores: Mapping[str, Logprobs] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -87,7 +88,8 @@ class TokenList:
             "total": len(self),
             "ids": self.ids[part].tolist(),
             "kinds": "".join(map(str, self.kinds[part].tolist())),
-            "logprobs": [None if np.isnan(each) else round(float(each), 4) for each in self.logprobs[part]],
+            "logprobs": _round(self.logprobs[part]),
+            "scores": {name: _round(logprobs[part]) for name, logprobs in self.scores.items()},
             "versions": find_version_runs(self.versions[part]),
             "media": [
                 [number, each.digest, each.start, each.end]
@@ -112,6 +114,10 @@ class TokenList:
         return found
 
 
+def _round(logprobs: Logprobs) -> list[float | None]:
+    return [None if np.isnan(each) else round(float(each), 4) for each in logprobs]
+
+
 def choose_kind(view: ShownSession, call: Call) -> int:
     """The kind of the call's sampled tokens in its session."""
     if call.call_id in view.built.settled.replayed:
@@ -134,7 +140,8 @@ def build_row_tokens(view: ShownSession, row: Trajectory) -> TokenList:
     tokens = _build(view.forest, row.call_ids[-1])
     kinds = np.where(row.loss_mask == 1, np.uint8(TRAINED), tokens.kinds).astype(np.uint8)
     trained = [view.forest.calls[call_id] for call_id in row.call_ids]
-    return replace(tokens, kinds=kinds, tops=_tops(view.forest, trained))
+    scores = {name: score.logprobs for name, score in row.scores.items()}
+    return replace(tokens, kinds=kinds, tops=_tops(view.forest, trained), scores=scores)
 
 
 def find_version_runs(versions: NDArray[np.int64]) -> list[list[int]]:

@@ -226,6 +226,8 @@ class TokenView {
     const version = this.versions[at];
     span.className = `t k${this.page.kinds[at]}`;
     if (logprob !== null) span.classList.add(`b${bucket(logprob)}`);
+    const [score] = this.scoresAt(at);
+    if (score) span.classList.add(`d${distance(score[1] - logprob)}`);
     if (version !== null) span.classList.add(`v${version % VERSION_COLOURS}`);
     if (text === null) span.classList.add("raw");
     span.textContent = text === null ? `⟨${id}⟩` : text === "" ? "·" : showInvisible(text);
@@ -249,6 +251,12 @@ class TokenView {
     return span;
   }
 
+  /** What each scorer says of the token: name and logprob. */
+  scoresAt(at) {
+    if (this.page.logprobs[at] === null) return [];
+    return Object.entries(this.page.scores ?? {}).map(([name, logprobs]) => [name, logprobs[at]]).filter(([, logprob]) => logprob !== null);
+  }
+
   /** The image that the token at this position stands for. */
   imageAt(position) {
     return this.page?.media.find(([, , from, to]) => from <= position && position < to);
@@ -265,6 +273,7 @@ class TokenView {
   explain() {
     const rows = {
       logprob: ["p ≥ 95 %", "≥ 74 %", "≥ 37 %", "≥ 8 %", "≥ 0.7 %", "less"].map((label, at) => [`t k1 b${at}`, label]),
+      score: ["likelier by the scorer", "alike", "≥ 2 nats less", "≥ 5 nats less"].map((label, at) => [`t k1 d${at}`, label]),
       mask: KINDS.map((label, at) => [`t k${at}`, label]),
       version: this.page
         ? [...new Set(this.versions.filter((each) => each !== null))].map((each) => [`t k1 v${each % VERSION_COLOURS}`, `weights ${each}`])
@@ -395,6 +404,7 @@ class TokenView {
       ["", KINDS[Number(this.page.kinds[at])]],
     ];
     if (logprob !== null) facts.push(["logprob", `${logprob.toFixed(4)} (${formatPercent(logprob)})`]);
+    for (const [name, score] of this.scoresAt(at)) facts.push([name, `${score.toFixed(4)} (${formatPercent(score)})`]);
     if (this.versions[at] !== null) facts.push(["weights", String(this.versions[at])]);
     const image = this.imageAt(position);
     if (image) facts.push(...this.imageFacts(image));
@@ -430,6 +440,11 @@ class TokenView {
 function bucket(logprob) {
   const found = EDGES.findIndex((edge) => logprob >= edge);
   return found < 0 ? EDGES.length : found;
+}
+
+/** How much likelier a scorer finds a token than the policy that sampled it, in nats, as a class of colour. */
+function distance(difference) {
+  return difference > 0.5 ? 0 : difference > -2 ? 1 : difference > -5 ? 2 : 3;
 }
 
 /** With thin spaces between thousands. */
@@ -487,7 +502,7 @@ let stored = null;
 
 document.addEventListener("keydown", (event) => {
   if (!active?.root.isConnected || event.target.closest("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
-  const modes = ["logprob", "mask", "version"];
+  const modes = ["logprob", "mask", "version", "score"];
   const acts = {
     "[": () => active.turn(-1),
     "]": () => active.turn(1),

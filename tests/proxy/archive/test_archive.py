@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
@@ -20,7 +19,6 @@ from typing import Any
 
 import msgpack
 import msgspec
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from openai import AuthenticationError, InternalServerError
@@ -34,10 +32,7 @@ from proxy.archive.folder import ArchiveReader, ArchiveWriter, KnownSessions, re
 from proxy.archive.tables import SCHEMA_VERSION, TABLES, arrow_schema
 from proxy.errors import Conflict
 from proxy.store.archive import ArchiveStore
-from proxy.store.connection import StoreConnection
-from proxy.store.scores import ScoreStore
 from proxy.store.states import Intent, SessionInfo, SessionState
-from reconstruct.scores import Score
 from tests.support.engine.scripted_engine import Fail, ScriptedEngine
 from tests.support.engine.scripted_images import SEEING, picture, url_of
 from tests.support.service.forked import ForkedVerbatim
@@ -45,6 +40,7 @@ from tests.support.service.redis_server import RedisServer, Store, running_redis
 from tests.support.service.running_service import ADMIN, TRAINER, RunningService, Session
 from tests.support.service.verbatim_process import environment
 from tests.support.sessions.random_harness import RandomHarness
+from tests.support.sessions.stored_scores import scored
 
 CALLS = 12
 KILLED = """
@@ -184,23 +180,6 @@ def pictured(service: RunningService, *images: bytes, **fields: Any) -> Session:
 def leased(service: RunningService, groups: int = 100) -> list[dict[str, Any]]:
     answer = service.request("POST", "/batches/lease", TRAINER, json={"max_groups": groups})
     return [] if answer.status_code == 204 else [row for g in answer.json()["groups"] for row in g["trajectories"]]
-
-
-def scored(service: RunningService, session_id: str, scorer: str, *, top_k: int) -> None:
-    """Every call of the session has a score: of the token at position i the logprob -i, and ids from i on."""
-
-    async def keep() -> None:
-        store = StoreConnection(str(service.settings.redis))
-        by_call = {}
-        for call in service.request("GET", f"/sessions/{session_id}/calls?limit=1000").json()["calls"]:
-            count = len(call["completion_ids"])
-            best = np.arange(count)[:, None] + np.arange(top_k)
-            numbers = -np.arange(count).astype(np.float32)
-            by_call[call["call_id"]] = Score(scorer, "raw", numbers, best.astype(np.int32), -best.astype(np.float32))
-        await ScoreStore(store).keep(session_id, scorer, by_call)
-        await store.close()
-
-    asyncio.run(keep())
 
 
 def test_an_export_has_one_row_for_each_trajectory_with_all_that_the_wire_has(service: RunningService, tmp_path: Path) -> None:

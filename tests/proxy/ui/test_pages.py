@@ -44,6 +44,7 @@ from tests.support.service.ui_sessions import (
     summary,
 )
 from tests.support.sessions.calls import Talk
+from tests.support.sessions.stored_scores import scored
 
 __all__ = ["shown_engine", "shown_service"]
 SHOWN = (group_of_four, agent_session, picture_session, hostile_session)
@@ -517,6 +518,18 @@ def test_what_else_could_have_been_sampled_is_told_with_each_token(service: Runn
         told = shown["alternatives"][str(at)]
         assert [token for token, _, _ in told] == row["top_token_ids"][at]
         assert [logprob for _, _, logprob in told] == pytest.approx(row["top_logprobs"][at], abs=1e-4)
+
+
+def test_the_tokens_of_a_row_are_shown_with_what_scorers_say_of_them(service: RunningService) -> None:
+    """Also to a page that was opened before they were scored."""
+    session = service.session()
+    session.ask("q", max_tokens=4)
+    (row,), _ = session.trajectories()
+    path = f"/ui/sessions/{session.session_id}/rows/{row['trajectory_id']}/tokens"
+    assert service.request("GET", path).json()["scores"] == {}
+    scored(service, session.session_id, "teacher", top_k=0)
+    (row,), _ = session.trajectories()
+    assert service.request("GET", path).json()["scores"] == {"teacher": row["scores"]["teacher"]["logprobs"]}
 
 
 # Pictures
