@@ -127,25 +127,33 @@ def test_rows_that_share_their_beginning_are_computed_once_and_never_read_from_t
     assert any(each.cached_tokens for each in asked)
 
 
-def test_a_push_between_two_requests_is_told_by_the_versions_of_the_scores(
+def test_each_score_is_what_its_own_version_says_where_a_push_comes_between_two_requests(
     student: ScriptedEngine, teacher: ScriptedEngine, service: RunningService
 ) -> None:
-    """Nothing that one version said is laid beside what another says of the same call."""
+    """Version 3 says one less of every token. Nothing of one version is laid beside what another says of the same call."""
     asked: list[Generation] = []
 
     def script(generation: Generation, index: int) -> None:
         if generation.sampling.get("prompt_logprobs") is not None:
             asked.append(generation)
-            teacher.sampler.version = "3" if len(asked) > 1 else "default"
+            teacher.sampler.version = "3" if len(asked) == 2 else "default"
 
-    teacher.script = script
+    def bend(generation: Generation, told: list[Any]) -> list[Any]:
+        if teacher.sampler.version == "default":
+            return told
+        lower = ({key: {**one, "logprob": one["logprob"] - 1} for key, one in entry.items()} for entry in told[1:])
+        return [None, *lower]
+
+    teacher.script, teacher.bend_scores = script, bend
     try:
         rows = lease(service, play(service, branches=3, scores=["teacher"]))
     finally:
         teacher.sampler.version = "default"
     for row in rows:
-        check_row(row)
-    assert {span[0] for row in rows for span in row["scores"]["teacher"]["weight_versions"]} == {0, 3}
+        expected, told = array(given_logprobs(row["token_ids"])), row["scores"]["teacher"]
+        own = array(told["logprobs"])
+        for version, start, end in told["weight_versions"]:
+            np.testing.assert_array_equal(own[start:end], expected[start:end] - (version == 3))
 
 
 FAULTS: dict[str, Any] = {
