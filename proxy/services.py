@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from proxy.metrics import Metrics
     from proxy.outbound import Outbound
     from proxy.projects import Projects
-    from proxy.scoring.scoring import Scoring
+    from proxy.scoring.waiting import AwaitedScores
     from proxy.settings import Settings
     from proxy.store.archive import ArchiveStore
     from proxy.store.delivery import DeliveryStore
@@ -59,6 +59,6 @@ class Services:
     """What joins calls, in this order: a reply that is replayed has no candidates, and images belong to the one that is chosen."""
     log_outs: LogOuts
     projects: Projects
-    scoring: Scoring = field(init=False)
+    scoring: AwaitedScores = field(init=False)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the service begins to stop: whoever only waits stops waiting."""

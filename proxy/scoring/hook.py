@@ -15,7 +15,7 @@ from proxy.scoring.scorers import Scorer
 from reconstruct.records import Call
 
 if TYPE_CHECKING:
-    from proxy.scoring.scoring import Scoring
+    from proxy.scoring.waiting import AwaitedScores
     from proxy.store.states import SessionInfo
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class ScoreHook(CallHook):
 
     of_session = "scores"
 
-    def __init__(self, scorers: Mapping[str, Scorer], scoring: Callable[[], Scoring]) -> None:
+    def __init__(self, scorers: Mapping[str, Scorer], scoring: Callable[[], AwaitedScores]) -> None:
         self._scorers = scorers
         self._scoring = scoring
         self._asking: set[asyncio.Task[None]] = set()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -19,6 +19,7 @@ from proxy.engine.apis.json_text import NO_IDS, IdText
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.renderer import LocalRenderer, Rendered, Tokenizer
 from proxy.engine.apis.reply import EngineReply, WantedDetails
+from proxy.engine.apis.scores import Scored, ScoringJob
 from proxy.engine.apis.versions import Versions
 from proxy.engine.replica import Replica, Served
 from proxy.engine.weights.vllm import LOAD_ADAPTER, SETUP, Claim, WeightApi
@@ -29,9 +30,6 @@ from proxy.timeline import CancelScope
 from reconstruct.media import Ranges
 from reconstruct.prompt import Parent, Rendering
 from reconstruct.records import Ids
-
-if TYPE_CHECKING:
-    from proxy.engine.apis.scores import Scored, ScoringJob
 
 DETOKENIZE_CONCURRENCY = 16
 """Requests in flight at an engine that spells one group of ids at a time."""

@@ -29,7 +29,7 @@ from proxy.engine.apis.json_text import IdText
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.renderer import SEED_IDS, LocalRenderer, Rendered, Tokenizer
 from proxy.engine.apis.reply import EngineChoice, EngineReply, PartialReply, PromptLogprobs, choice_at, is_visible
-from proxy.engine.apis.scores import Scored, ScoringJob, score_by_generate, score_by_plugin
+from proxy.engine.apis.scores import Scored, ScoringJob
 from proxy.engine.apis.versions import Versions
 from proxy.engine.apis.vllm_reply import (
     DERENDER,
@@ -49,6 +49,7 @@ from proxy.engine.apis.vllm_reply import (
     generate_body,
     read_ranges,
 )
+from proxy.engine.apis.vllm_scores import score_by_generate, score_by_plugin
 from proxy.engine.in_vllm.frames import ABORT
 from proxy.engine.replica import Replica, parse_version
 from proxy.engine.wire.http import EngineHttp

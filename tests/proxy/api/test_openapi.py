@@ -43,7 +43,8 @@ EXAMPLES = 4
 def running(redis_server: RedisServer) -> Iterator[RunningService]:
     redis_server.flushall()
     adding = [partial(add_rollouts, KNOWN)]
-    with ScriptedEngine() as engine, RunningService(engine.url, redis_server.url, adding=adding, engine_api="token") as service:
+    scoring: dict[str, Any] = {"engine_api": "token", "scorers": {"self": {"at": "demand"}}}
+    with ScriptedEngine() as engine, RunningService(engine.url, redis_server.url, adding=adding, **scoring) as service:
         yield service
 
 
@@ -175,9 +176,12 @@ def test_each_documented_answer_is_given_and_is_as_documented(running: RunningSe
     walk("get", f"{ask}/trajectories", 200, **session)
     walk("get", f"{ask}/trace_entries", 200, **session)
     walk("put", f"{ask}/log", 204, {"text": "done"}, **session)
+    walk("post", f"{ask}/feedback", 204, {"call_id": calls[0]["call_id"], "hint": "why"}, **session)
     walk("put", f"{ask}/review", 200, {"flag": "good", "note": "why"}, **session)
     walk("post", f"{ask}/reward", 200, {"reward": 0.5, "per_call": {calls[0]["call_id"]: 1.0}}, **session)
     walk("post", f"{ask}/close", 200, {"status": "completed"}, **session)
+    walk("post", f"{ask}/scores", 202, {"scorer": "self"}, **session)
+    walk("get", f"{ask}/scores", 200, **session)
 
     lease = walk("post", "/batches/lease", 200, {"max_groups": 1})["lease_id"]
     walk("post", "/batches/{lease_id}/extend", 200, {"lease_seconds": 60}, lease_id=lease)

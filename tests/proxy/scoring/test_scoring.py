@@ -132,14 +132,15 @@ def test_each_score_is_what_its_own_version_says_where_a_push_comes_between_two_
 ) -> None:
     """Version 3 says one less of every token. Nothing of one version is laid beside what another says of the same call."""
     asked: list[Generation] = []
+    before = teacher.sampler.version
 
     def script(generation: Generation, index: int) -> None:
         if generation.sampling.get("prompt_logprobs") is not None:
             asked.append(generation)
-            teacher.sampler.version = "3" if len(asked) == 2 else "default"
+            teacher.sampler.version = "3" if len(asked) == 2 else before
 
     def bend(generation: Generation, told: list[Any]) -> list[Any]:
-        if teacher.sampler.version == "default":
+        if teacher.sampler.version == before:
             return told
         lower = ({key: {**one, "logprob": one["logprob"] - 1} for key, one in entry.items()} for entry in told[1:])
         return [None, *lower]
@@ -148,7 +149,7 @@ def test_each_score_is_what_its_own_version_says_where_a_push_comes_between_two_
     try:
         rows = lease(service, play(service, branches=3, scores=["teacher"]))
     finally:
-        teacher.sampler.version = "default"
+        teacher.sampler.version = before
     for row in rows:
         expected, told = array(given_logprobs(row["token_ids"])), row["scores"]["teacher"]
         own = array(told["logprobs"])
@@ -286,14 +287,14 @@ def test_masked_tokens_whose_version_serves_no_more_stay_without_and_say_so(
         Say(token_ids=[1, 2, 3], gate=at_once) if generation.sampling.get("prompt_logprobs") is not None else None
     )
     session.ask("with a grammar", extra_body=GRAMMAR)
-    student.sampler.version = "7"
+    before, student.sampler.version = student.sampler.version, "7"
     try:
         at_once.set()
         session.close(reward=1.0)
         wait_until(lambda: state_of(service, session.session_id, "raw")["state"] == "failed", 60, "it is said")
         assert "sampled under version 0, and version 7 serves" in state_of(service, session.session_id, "raw")["error"]
     finally:
-        student.sampler.version = "default"
+        student.sampler.version = before
 
 
 @pytest.mark.parametrize(("names", "said"), [(["teachr"], "no scorer 'teachr'"), (["later"], "on demand")])
