@@ -121,7 +121,7 @@ def test_rollouts_of_ones_own_run_as_the_page_says(tmp_path: Path, monkeypatch: 
         monkeypatch.setenv("VERBATIM_URL", service.url)
         monkeypatch.setenv("VERBATIM_ADMIN_TOKEN", ADMIN)
         wait_until(lambda: service.request("GET", "/readyz").status_code == 200, 60, "ready")
-        exec(snippet("docs/integrations.md", "sessions.open("), {"print": lambda *said: seen.extend(said)})
+        exec(snippet("docs/integrations.md", "capital-of-france"), {"print": lambda *said: seen.extend(said)})
     assert seen[0] == "completed" and len(seen[1]) > 1
 
 
