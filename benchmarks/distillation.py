@@ -27,8 +27,9 @@ from examples.demo.trainer import Learner, Recipe, leased, write
 from examples.demo.warmup import label, warm_up
 from proxy.store.scores import ScoreStore
 from reconstruct.codec import encode
-from reconstruct.records import RAW, Span
+from reconstruct.records import RAW
 from reconstruct.scores import Score
+from reconstruct.spans import Span
 from tests.support.service.redis_server import Store, running_redis
 from tests.support.service.running_service import TRAINER, RunningService
 from tests.support.sessions.calls import Talk

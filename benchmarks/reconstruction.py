@@ -21,7 +21,8 @@ from benchmarks.results import number as told
 from reconstruct.accounting import account, settle
 from reconstruct.builders import RowContext, merged
 from reconstruct.codec import decode, encode
-from reconstruct.records import RAW, Call, ModeSpan, Node, Sampling, Span, pack_ids, pack_logprobs
+from reconstruct.records import RAW, Call, Node, Sampling, pack_ids, pack_logprobs
+from reconstruct.spans import ModeSpan, Span
 
 CONTEXT = RowContext(session_id="s")
 

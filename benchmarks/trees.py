@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from reconstruct.records import RAW, ModeSpan, Span, pack_ids, pack_logprobs
+from reconstruct.records import RAW, pack_ids, pack_logprobs
+from reconstruct.spans import ModeSpan, Span
 from reconstruct.trajectory import Trajectory
 from trainer_client.batch import Batch
 from trainer_client.tree import TreeBatch

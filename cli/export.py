@@ -197,7 +197,7 @@ def _export(api: ArchiveApi, writer: ArchiveWriter, wanted: ExportFilter, consol
 def write_pairs(reader: ArchiveReader, file: Path) -> int:
     """Write what lookaheads chose and did not choose, in the form that preference trainers read, with the token ids. Returns how many pairs
     there are. Each is written with the session that sampled it: a fork's replayed calls are its origin's."""
-    from proxy.rows import messages_of
+    from proxy.transcripts import messages_of
     from reconstruct.accounting import settle
     from reconstruct.codec import decode
     from reconstruct.errors import DecodeError

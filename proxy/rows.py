@@ -18,13 +18,15 @@ from proxy.errors import BudgetExhausted, RequestError
 from proxy.services import Services
 from proxy.settings import Settings
 from proxy.store.states import Intent, SessionState
+from proxy.transcripts import messages_of
 from reconstruct.accounting import DANGLING, Settled, account, settle
 from reconstruct.builders import Builder, RowContext
 from reconstruct.codec import decode
 from reconstruct.errors import DecodeError
 from reconstruct.media import as_wire
 from reconstruct.records import LOOKAHEAD, REPLAY, Call, Forest, Sampling
-from reconstruct.scores import Scores, lay_scores
+from reconstruct.score_columns import lay_scores
+from reconstruct.scores import Scores
 from reconstruct.trajectory import Accounting, Trajectory, weigh_rows
 
 _decode = msgspec.json.decode
@@ -231,18 +233,6 @@ def _models(settled: Settled) -> dict[str, str | None]:
     for call in (*settled.forest.calls.values(), *settled.stray):
         models[call.call_id] = read_model(call) or models.get(call.node.parent_id or "")
     return models
-
-
-def messages_of(call: Call, forest: Forest) -> list[Any]:
-    """All messages of the request: the parent's, its reply, and the new ones."""
-    own: list[Any] = _decode(call.messages)
-    if not call.messages_from or call.call_id not in forest:
-        return own
-    parts = [own]
-    for ancestor in forest.lineage(call.node.parent_id):
-        parts.append([_decode(ancestor.reply)])
-        parts.append(_decode(ancestor.messages))
-    return [message for part in reversed(parts) for message in part]
 
 
 def sampling_as_wire(sampling: Sampling) -> dict[str, Any]:

@@ -20,15 +20,8 @@ from numpy.typing import NDArray
 from reconstruct.details import CallDetails
 from reconstruct.errors import DecodeError
 from reconstruct.media import Media
-from reconstruct.records import (
-    Call,
-    Ids,
-    Logprobs,
-    ModeSpan,
-    Node,
-    Sampling,
-    Span,
-)
+from reconstruct.records import Call, Ids, Logprobs, Node, Sampling
+from reconstruct.spans import ModeSpan, Span
 
 SCHEMA_VERSION = 6
 """The version that this build writes and reads."""

@@ -26,6 +26,7 @@ from reconstruct.details import CallDetails, of_one_shape
 from reconstruct.errors import IdOutOfRange, LengthMismatch, MissingLogprob, SpanError, UnknownParent
 from reconstruct.media import Media, overlapping, shift
 from reconstruct.messages import read_tool_call_id
+from reconstruct.spans import ModeSpan, Span
 
 RAW, PROCESSED, MASKED, UNKNOWN_MODE, LOGITS = "raw", "processed", "masked", "unknown", "logits"
 """What a logprob was taken from. RAW: log_softmax of the model's logits, so it recomputes. PROCESSED: after temperature, truncation and
@@ -96,34 +97,6 @@ def pack_logprobs(logprobs: Any) -> Logprobs:
     array = np.array(logprobs, dtype=np.float32).reshape(-1)
     array.flags.writeable = False
     return array
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """The sampled tokens `start:end` of a call were sampled under weights `version`."""
-
-    version: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class ModeSpan:
-    """The logprobs of the sampled tokens `start:end` of a call are of `mode`, one of LOGPROB_MODES or LOGITS."""
-
-    mode: str
-    start: int
-    end: int
-
-
-def merge_modes(spans: Iterable[ModeSpan]) -> tuple[ModeSpan, ...]:
-    """The spans in their order, adjacent ones of one mode as one."""
-    merged: list[ModeSpan] = []
-    for span in spans:
-        if merged and (merged[-1].mode, merged[-1].end) == (span.mode, span.start):
-            span = ModeSpan(span.mode, merged.pop().start, span.end)
-        merged.append(span)
-    return tuple(merged)
 
 
 @dataclass(frozen=True, slots=True)

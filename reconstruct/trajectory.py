@@ -33,8 +33,9 @@ from numpy.typing import NDArray
 
 from reconstruct.details import spell_array
 from reconstruct.media import Media, as_wire
-from reconstruct.records import INFERRED, Ids, Logprobs, ModeSpan, Span
+from reconstruct.records import INFERRED, Ids, Logprobs
 from reconstruct.scores import Score, encode_row_score
+from reconstruct.spans import ModeSpan, Span
 
 Mask = NDArray[np.int8] | NDArray[np.int32]
 """int8 where rows are built; int32 where a trainer reads them, who may add it up."""

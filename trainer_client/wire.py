@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from contract.batches import LeasedSession
 from reconstruct.details import of_one_shape
 from reconstruct.media import Media
-from reconstruct.records import INFERRED, LOGPROB_MODES, ModeSpan, Span, pack_ids, pack_logprobs
+from reconstruct.records import INFERRED, LOGPROB_MODES, pack_ids, pack_logprobs
 from reconstruct.scores import Score
+from reconstruct.spans import ModeSpan, Span
 from reconstruct.trajectory import NAMES, Quarantined, RowDetails, Trajectory
 from trainer_client.errors import InvalidAnswer
 

@@ -25,9 +25,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from trainer_client import Batch, TrainerClient, Vision, load_model
+from trainer_client import Batch, TrainerClient, Vision, load_model, write_weights
 from trainer_client.advantages import Estimator, grpo
-from trainer_client.publish import write_weights
 
 WHOLE = "whole"
 

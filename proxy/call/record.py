@@ -31,13 +31,13 @@ from reconstruct.records import (
     NO_TOKEN_IDS,
     Call,
     Ids,
-    ModeSpan,
     Node,
     Sampling,
     pack_ids,
     pack_logprobs,
     shared_length,
 )
+from reconstruct.spans import ModeSpan
 
 _encode = msgspec.json.Encoder().encode
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from proxy.errors import EngineUnavailable
 from proxy.timeline import Abort, CancelScope
-from reconstruct.records import Span
+from reconstruct.spans import Span
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from proxy import rows
 from proxy.call.lookahead import ask_model, read_number, shorten
 from proxy.errors import ChooserFailed, EngineFailed
 from proxy.outbound import OutboundFailed
 from proxy.scoring.scorers import Judge
 from proxy.store.states import Verdicts
+from proxy.transcripts import messages_of
 from reconstruct.records import Call, Forest
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _describe(state: SessionState, forest: Forest, call: Call) -> dict[str, Any]
     return {
         "session_id": state.info.session_id,
         "call_id": call.call_id,
-        "messages": rows.messages_of(call, forest),
+        "messages": messages_of(call, forest),
         "reply": json.loads(call.reply),
         "next": [] if following is None else json.loads(following.messages),
         "reward": state.reward,

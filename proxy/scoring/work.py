@@ -27,8 +27,9 @@ from proxy.scoring.plan import Place, ScoreRow, plan_rows
 from proxy.scoring.scorers import Scorer
 from proxy.scoring.vocabulary import Vocabularies
 from proxy.timeline import CancelScope, Timeline
-from reconstruct.records import RAW, Call, Forest, Span
+from reconstruct.records import RAW, Call, Forest
 from reconstruct.scores import Score, unscored
+from reconstruct.spans import Span
 
 if TYPE_CHECKING:
     from proxy.scoring.metrics import ScoreMetrics

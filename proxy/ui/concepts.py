@@ -20,6 +20,17 @@ STATES: Mapping[str, str] = {
     "dropped": "Its rule gave it up: no trainer gets it, and nobody has to act.",
     "dead": "It cannot be delivered. It is a dead letter until somebody retries or drops it.",
 }
+STATE_WORDS: Mapping[str, str] = {
+    "none": "waiting",
+    "announced": "closing",
+    "filling": "waiting",
+    "ready": "ready",
+    "leased": "leased",
+    "acked": "acknowledged",
+    "dropped": "dropped",
+    "dead": "dead",
+}
+"""What the store calls a group's delivery, in the words of these pages."""
 MARKS: Mapping[str, str] = {
     "exported": "Trained: the token stands in a row with mask 1.",
     "lost": "In quarantine for a reason that nobody chose.",

@@ -19,7 +19,7 @@ import msgspec
 
 from proxy.errors import NotFound
 from proxy.images import SCHEME
-from proxy.rows import messages_of
+from proxy.transcripts import messages_of
 from reconstruct.messages import reasoning_of
 from reconstruct.records import Call, Forest
 from reconstruct.values import Value

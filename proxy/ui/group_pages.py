@@ -17,6 +17,7 @@ from proxy.store.groups import GroupRound
 from proxy.store.run import CAUSES
 from proxy.store.states import SessionState
 from proxy.ui.causes import Cause, group_causes
+from proxy.ui.concepts import STATE_WORDS
 from proxy.ui.listing import (
     Columns,
     Listing,
@@ -35,17 +36,6 @@ from proxy.ui.shown import Shown, Ui
 DESCRIBED_AT_ONCE = 50
 """Groups that one script looks at."""
 
-STATE_WORDS: Mapping[str, str] = {
-    "none": "waiting",
-    "announced": "closing",
-    "filling": "waiting",
-    "ready": "ready",
-    "leased": "leased",
-    "acked": "acknowledged",
-    "dropped": "dropped",
-    "dead": "dead",
-}
-"""What the store calls a group's delivery, in the words of these pages."""
 WORDS = tuple(dict.fromkeys(STATE_WORDS.values()))
 
 

@@ -15,8 +15,8 @@ from fastapi.routing import APIRoute
 
 from proxy.api.sessions import Review
 from proxy.errors import RequestError
+from proxy.ui.concepts import STATE_WORDS
 from proxy.ui.conversation import ShownCall, Thread
-from proxy.ui.group_pages import STATE_WORDS
 from proxy.ui.listing import SESSION_COLUMNS, STATUSES, list_sessions, load_choices, measure_lost, measure_rate, parse_query
 from proxy.ui.pictures import draw_tree
 from proxy.ui.rendering import HEADERS, address, home_of, page

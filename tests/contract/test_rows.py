@@ -9,8 +9,8 @@ import numpy as np
 from contract.batches import LeasedSession
 from proxy.api.calls import ScoreView, TrajectoryView
 from reconstruct.media import Media
-from reconstruct.records import Span
 from reconstruct.scores import Score
+from reconstruct.spans import Span
 from reconstruct.trajectory import Accounting, Quarantined, RowDetails, Trajectory, encode_accounting, encode_row
 from tests.support.sessions.training_rows import trajectory
 from trainer_client.wire import decode_group

@@ -13,7 +13,8 @@ import pytest
 from reconstruct.accounting import Settled, account, check, measure_lost_share, settle
 from reconstruct.builders import RowContext, merged, per_call
 from reconstruct.errors import IdOutOfRange, LengthMismatch, MissingLogprob, ReconstructError, RecordError, SpanError
-from reconstruct.records import PIVOT, REPLAY, Call, Span
+from reconstruct.records import PIVOT, REPLAY, Call
+from reconstruct.spans import Span
 from reconstruct.trajectory import Accounting, Quarantined, Trajectory, encode_accounting
 from tests.support.sessions.calls import Talk, call, tell
 

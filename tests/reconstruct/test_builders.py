@@ -11,7 +11,8 @@ import pytest
 from reconstruct import builders
 from reconstruct.accounting import account, settle
 from reconstruct.builders import RowContext, merged, per_call
-from reconstruct.records import Call, Span
+from reconstruct.records import Call
+from reconstruct.spans import Span
 from reconstruct.trajectory import Accounting, Quarantined, Trajectory
 from tests.support.sessions.calls import Talk, call, tell
 

@@ -18,7 +18,8 @@ from reconstruct.codec import SCHEMA_VERSION, decode, encode
 from reconstruct.details import CallDetails
 from reconstruct.errors import DecodeError, IdOutOfRange
 from reconstruct.media import Media
-from reconstruct.records import Call, ModeSpan, Node, Sampling, Span, pack_ids, pack_logprobs
+from reconstruct.records import Call, Node, Sampling, pack_ids, pack_logprobs
+from reconstruct.spans import ModeSpan, Span
 from tests.support.sessions.calls import call
 
 GOLDEN = Path(__file__).with_name("golden")

@@ -31,7 +31,8 @@ from reconstruct.builders import Builder, merged, per_call
 from reconstruct.codec import decode, encode
 from reconstruct.details import CallDetails
 from reconstruct.errors import LengthMismatch, RecordError
-from reconstruct.records import LOGPROB_MODES, Call, ModeSpan
+from reconstruct.records import LOGPROB_MODES, Call
+from reconstruct.spans import ModeSpan
 from reconstruct.trajectory import NAMES, RowDetails, Trajectory, encode_row
 from tests.reconstruct.test_properties import CONTEXT, FEWER, Drawn, sessions
 from tests.support.sessions.calls import Talk, call

@@ -22,8 +22,10 @@ from reconstruct.accounting import settle
 from reconstruct.builders import Builder, merged, per_call
 from reconstruct.details import NO_TOKEN
 from reconstruct.errors import DecodeError
-from reconstruct.records import LOGPROB_MODES, Call, Forest, Span
-from reconstruct.scores import Score, Scores, decode_score, encode_score, lay_scores, unscored
+from reconstruct.records import LOGPROB_MODES, Call, Forest
+from reconstruct.score_columns import lay_scores
+from reconstruct.scores import Score, Scores, decode_score, encode_score, unscored
+from reconstruct.spans import Span
 from reconstruct.trajectory import Trajectory, encode_row
 from tests.reconstruct.test_properties import CONTEXT, FEWER, Drawn, sessions
 from tests.support.sessions.calls import tell

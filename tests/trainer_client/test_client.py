@@ -15,7 +15,7 @@ import pytest
 
 from contract.errors import AuthenticationFailed, ClientClosed, NoAnswer, ServiceError, ServiceUnavailable
 from reconstruct.media import Media
-from reconstruct.records import ModeSpan, Span
+from reconstruct.spans import ModeSpan, Span
 from tests.support.service.running_service import wait_until
 from tests.support.service.scripted_service import Answer, ScriptedService, error_answer, json_answer
 from tests.support.sessions.pictures import digest_of, picture

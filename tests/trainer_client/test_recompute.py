@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from cli.audit import TOLERANCE, left_out_lines, logprob_problems, recompute_logprobs
 from examples.demo.tiny_model import make_tiny_model
-from reconstruct.records import ModeSpan, pack_ids, pack_logprobs
+from reconstruct.records import pack_ids, pack_logprobs
+from reconstruct.spans import ModeSpan
 from reconstruct.trajectory import Trajectory
 from tests.support.sessions.training_rows import spans, trajectory
 from trainer_client.recompute import Difference, recompute

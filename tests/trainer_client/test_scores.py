@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reconstruct.records import Span
 from reconstruct.scores import Score
+from reconstruct.spans import Span
 from reconstruct.trajectory import Trajectory, encode_row
 from tests.support.sessions.training_rows import groups, trajectory
 from trainer_client.arrays import PackedBatch

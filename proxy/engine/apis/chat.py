@@ -43,7 +43,8 @@ from proxy.engine.wire.http import EngineAnswer
 from proxy.engine.wire.refusals import UnknownRoute, refusal
 from proxy.errors import ContextTooLong, EngineFailed, RequestError, VerbatimError
 from reconstruct.errors import IdOutOfRange
-from reconstruct.records import Ids, Span
+from reconstruct.records import Ids
+from reconstruct.spans import Span
 
 _VERSION_ROUTES = {
     "sglang": tuple((route, "version") for route in SGLANG_INFO),

@@ -27,7 +27,7 @@ from proxy.engine.apis.versions import Versions
 from proxy.engine.replica import Replica, parse_version
 from proxy.engine.wire.http import EngineAnswer
 from proxy.errors import EngineFailed, RequestError
-from reconstruct.records import Span
+from reconstruct.spans import Span
 
 _PATH = "/v1/completions"
 

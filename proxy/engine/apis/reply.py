@@ -19,7 +19,8 @@ from proxy.engine.replica import Replica
 from proxy.errors import EngineFailed, VerbatimError
 from reconstruct.details import NO_TOKEN, CallDetails, Experts
 from reconstruct.prompt import Prompt
-from reconstruct.records import Ids, Logprobs, Span
+from reconstruct.records import Ids, Logprobs
+from reconstruct.spans import Span
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from proxy.engine.weights.vllm import PROBE_SECONDS, TORN, Claim, Loaded, StepRe
 from proxy.engine.wire.http import EngineAnswer
 from proxy.engine.wire.refusals import refusal
 from proxy.errors import EngineFailed, RequestError, VerbatimError
-from reconstruct.records import Span
+from reconstruct.spans import Span
 
 _PATH = "/generate"
 

@@ -29,7 +29,8 @@ from proxy.images import data_url, media_type
 from proxy.timeline import CancelScope
 from reconstruct.details import NO_TOKEN
 from reconstruct.media import collapse
-from reconstruct.records import Logprobs, Span
+from reconstruct.records import Logprobs
+from reconstruct.spans import Span
 
 NO_PROBABILITY = -9999.0
 """What vLLM writes for a logprob of minus infinity."""

@@ -14,7 +14,7 @@ from proxy.settings import Settings
 from proxy.store.groups import GroupDefaults
 from proxy.store.service import WeightState
 from reconstruct.codec import decode, encode
-from reconstruct.records import Span
+from reconstruct.spans import Span
 from tests.proxy.api.test_control_api import Service, running, said
 from tests.support.service.redis_server import RedisServer, Store
 from tests.support.service.running_service import ADMIN, TRAINER, RunningService, hanging_up, wait_until

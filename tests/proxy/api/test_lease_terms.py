@@ -18,8 +18,9 @@ from proxy.settings import Settings
 from proxy.store.scores import ScoreStore
 from proxy.store.states import Intent
 from reconstruct.codec import encode
-from reconstruct.records import Call, Span
+from reconstruct.records import Call
 from reconstruct.scores import Score
+from reconstruct.spans import Span
 from tests.support.distributions import Distributions
 from tests.support.service.redis_server import Store
 from tests.support.service.running_service import TRAINER, RunningService

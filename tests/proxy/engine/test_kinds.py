@@ -28,7 +28,8 @@ from proxy.engine.apis.base import EngineKind
 from proxy.engine.apis.renderer import Rendered
 from proxy.engine.apis.reply import EngineChoice, EngineReply
 from proxy.engine.wire.http import EngineAnswer
-from reconstruct.records import Span, pack_ids
+from reconstruct.records import pack_ids
+from reconstruct.spans import Span
 
 
 class Event(EngineAnswer):

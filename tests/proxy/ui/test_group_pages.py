@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from proxy.ui.concepts import STATES
-from proxy.ui.group_pages import STATE_WORDS
+from proxy.ui.concepts import STATE_WORDS, STATES
 from proxy.ui.pictures import DOT_RADIUS, HEIGHT, WIDTH, Rewards
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.running_service import TRAINER, RunningService

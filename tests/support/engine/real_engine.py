@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 
 from examples.vllm_server import VllmServer
-from reconstruct.records import ModeSpan, Span, pack_ids, pack_logprobs
+from reconstruct.records import pack_ids, pack_logprobs
+from reconstruct.spans import ModeSpan, Span
 from reconstruct.trajectory import Trajectory
 from tests.support.engine.recording_relay import RecordingRelay
 from tests.support.service.running_service import RunningService, Session, wait_until

@@ -11,8 +11,9 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from reconstruct.records import RAW, Span, pack_ids, pack_logprobs
+from reconstruct.records import RAW, pack_ids, pack_logprobs
 from reconstruct.scores import Score
+from reconstruct.spans import Span
 from reconstruct.trajectory import Trajectory, weigh_rows
 from tests.support.sessions.training_rows import groups, trajectory
 from trainer_client.batch import Batch

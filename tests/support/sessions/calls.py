@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from reconstruct.records import UNKNOWN_MODE, Call, ModeSpan, Node, Sampling, Span, pack_ids, pack_logprobs
+from reconstruct.records import UNKNOWN_MODE, Call, Node, Sampling, pack_ids, pack_logprobs
+from reconstruct.spans import ModeSpan, Span
 
 
 def node(

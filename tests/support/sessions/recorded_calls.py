@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from reconstruct.codec import encode
-from reconstruct.records import RAW, Call, ModeSpan, Node, Sampling, Span, pack_ids, pack_logprobs
+from reconstruct.records import RAW, Call, Node, Sampling, pack_ids, pack_logprobs
+from reconstruct.spans import ModeSpan, Span
 
 
 def record(call_id: str, session_id: str, *, prompt: list[int], sampled: list[int], version: int = 0) -> bytes:

@@ -9,7 +9,8 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from reconstruct.records import RAW, ModeSpan, Span, merge_modes, pack_ids, pack_logprobs
+from reconstruct.records import RAW, pack_ids, pack_logprobs
+from reconstruct.spans import ModeSpan, Span, merge_modes
 from reconstruct.trajectory import Trajectory, encode_row, weigh_rows
 from tests.support.service.scripted_service import Answer, json_answer
 from trainer_client.wire import Group

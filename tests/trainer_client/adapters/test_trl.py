@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerState
 
 from contract.errors import ClientClosed
-from reconstruct.records import Span
+from reconstruct.spans import Span
 from tests.support.service.running_service import TRAINER, RunningService
 from tests.support.sessions.finished_groups import finish, groups
 from tests.support.sessions.trainer_libraries import callback
