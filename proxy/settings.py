@@ -25,7 +25,7 @@ from proxy.auth import check_token, is_loopback, token_in, tokens_in
 from proxy.builders import plugins as builders
 from proxy.engine.kinds import plugins as engine_kinds
 from proxy.engine.wire.tls import build_client_tls
-from proxy.scoring.scorers import Judge, Scorer, ScorerName, ScoringLimits
+from proxy.scoring.scorers import Scorer, ScorerName, ScoringLimits, TurnJudge
 from reconstruct.extras import how_to_install
 from reconstruct.roles import RoleRule
 
@@ -332,7 +332,7 @@ class Settings(BaseSettings):
     {"teacher": {"policy": "teacher", "top_k": 8, "at": "close", "required": true}}. `policy`: whose engines; "" is the default policy.
     `at`: close, of sessions that name it; demand; or call, which asks the policy that sampled while its version serves. `when`: always, or
     of calls under a grammar. `top_k`: so many alternatives a token. `required`: a session without its scores is not usable."""
-    judges: dict[ScorerName, Judge] = Field(default_factory=dict)
+    judges: dict[ScorerName, TurnJudge] = Field(default_factory=dict)
     """Who is asked for a reward of each call of a closed session that names it in `scores`: {"prm": {"url":
     "http://judge:9000/turn"}}, or a frozen `model` of the pool with so many `votes`. `required`: a session without its verdicts is not
     usable. `timeout_seconds`: of one question to a url."""
@@ -435,7 +435,7 @@ class Settings(BaseSettings):
 
     @field_validator("judges")
     @classmethod
-    def _check_judges(cls, judges: dict[str, Judge], others: ValidationInfo) -> dict[str, Judge]:
+    def _check_judges(cls, judges: dict[str, TurnJudge], others: ValidationInfo) -> dict[str, TurnJudge]:
         if both := sorted(judges.keys() & others.data.get("scorers", {}).keys()):
             raise ValueError(f"{both[0]!r} is a scorer, too (VERBATIM_SCORERS): sessions could not say which they mean")
         return judges

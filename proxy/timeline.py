@@ -219,7 +219,7 @@ long it is asked again: before it knew of the request, it would not have stopped
 _CUT = "the call was cut before it was sampled"
 
 
-class Abort(Protocol):
+class AbortRequest(Protocol):
     """Asks an engine to end a request; False if it cannot be asked. `again`: it was asked before."""
 
     async def __call__(self, *, again: bool) -> bool: ...
@@ -244,7 +244,7 @@ class CancelScope:
         """When the engine last told of a token or ended the reply, by `time.perf_counter`; 0 before."""
         self.done = asyncio.Event()
         """Set when the call is recorded, or will never be."""
-        self._abort: Abort | None = None
+        self._abort: AbortRequest | None = None
         self._ending: asyncio.Task[None] | None = None
         self._task: asyncio.Task[Any] | None = None
         self._close: Callable[[], None] | None = None
@@ -278,7 +278,7 @@ class CancelScope:
             self._task = self._close = None
 
     @contextlib.contextmanager
-    def sampling(self, abort: Abort) -> Iterator[None]:
+    def sampling(self, abort: AbortRequest) -> Iterator[None]:
         """Around the engine's work. `abort` asks the engine to end the request; False if it cannot be asked. Raises as `interruptible`."""
         with self.interruptible():
             self._abort, self.may_have_sampled = abort, True
@@ -326,7 +326,7 @@ class CancelScope:
         finally:
             self._limit = None
 
-    async def _end(self, abort: Abort) -> None:
+    async def _end(self, abort: AbortRequest) -> None:
         # Whoever ends the call may work for no session, or for another: a router in front of engines is told this one. The call's own
         # timeline goes on beside it.
         timeline = Timeline()

@@ -61,7 +61,7 @@ class RequestStep:
 Steps = Generator[RequestStep, Any, T]
 
 
-class SessionAccess:
+class OpenedSession:
     """What an agent needs, and how its session stands. `status` is the service's once the session is closed; `reward` is sent with the
     close."""
 
@@ -162,7 +162,7 @@ def open_steps(fields: Mapping[str, Any]) -> Steps[Mapping[str, Any]]:
     raise AssertionError("the last try returns or raises")
 
 
-class Session(SessionAccess):
+class Session(OpenedSession):
     """An open session. Its `with` block closes it."""
 
     def __init__(self, opened: Mapping[str, Any], sessions: Sessions) -> None:
@@ -233,7 +233,7 @@ class Sessions:
         self.close()
 
 
-class AsyncSession(SessionAccess):
+class AsyncSession(OpenedSession):
     """As `Session`, in an `async with` block."""
 
     def __init__(self, opened: Mapping[str, Any], sessions: AsyncSessions) -> None:

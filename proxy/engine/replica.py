@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from proxy.errors import EngineUnavailable
-from proxy.timeline import Abort, CancelScope
+from proxy.timeline import AbortRequest, CancelScope
 from reconstruct.spans import Span
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class Served:
     adapter: bool = False
     version: int | None = None
     root: str | None = None
-    aborts: set[Abort] = field(default_factory=set, compare=False)
+    aborts: set[AbortRequest] = field(default_factory=set, compare=False)
 
     def read_spans(self, base: Sequence[Span]) -> tuple[Span, ...]:
         """The versions of a choice's tokens, of which `base` are those of the engine's base model; empty where any is unknown. New weights

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from proxy.call.lookahead import ask_model, read_number, shorten
 from proxy.errors import ChooserFailed, EngineFailed
 from proxy.outbound import OutboundFailed
-from proxy.scoring.scorers import Judge
+from proxy.scoring.scorers import TurnJudge
 from proxy.store.states import Verdicts
 from proxy.transcripts import messages_of
 from reconstruct.records import Call, Forest
@@ -32,7 +32,7 @@ MOST_HINT = 4096
 
 
 async def judge_session(
-    services: Services, judge: Judge, state: SessionState, forest: Forest, calls: Sequence[Call]
+    services: Services, judge: TurnJudge, state: SessionState, forest: Forest, calls: Sequence[Call]
 ) -> Verdicts:
     """The verdict on each of the calls. Raises EngineFailed and EngineUnavailable if one cannot be had now."""
     scores: dict[str, float] = {}
@@ -44,7 +44,9 @@ async def judge_session(
     return Verdicts(scores, hints)
 
 
-async def _judge_call(services: Services, judge: Judge, state: SessionState, forest: Forest, call: Call) -> tuple[float, str]:
+async def _judge_call(
+    services: Services, judge: TurnJudge, state: SessionState, forest: Forest, call: Call
+) -> tuple[float, str]:
     """The mean of the votes, and the longest hint: a short one often says that there is nothing to say."""
     shown = _describe(state, forest, call)
     votes = [await _vote(services, judge, state.info.session_id, shown) for _ in range(judge.votes)]
@@ -64,7 +66,7 @@ def _describe(state: SessionState, forest: Forest, call: Call) -> dict[str, Any]
     }
 
 
-async def _vote(services: Services, judge: Judge, session_id: str, shown: Mapping[str, Any]) -> tuple[float, str]:
+async def _vote(services: Services, judge: TurnJudge, session_id: str, shown: Mapping[str, Any]) -> tuple[float, str]:
     if judge.url is not None:
         return await _ask_endpoint(services, judge.url, judge.timeout_seconds, shown)
     conversation = shorten("\n".join(json.dumps(each, ensure_ascii=False) for each in shown["messages"]))

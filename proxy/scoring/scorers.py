@@ -37,7 +37,7 @@ class Scorer(BaseModel, frozen=True, extra="forbid"):
         return self.at == "call"
 
 
-class Judge(BaseModel, frozen=True, extra="forbid"):
+class TurnJudge(BaseModel, frozen=True, extra="forbid"):
     """Who is asked about a call: an endpoint, or a frozen model of the pool, so often."""
 
     url: str | None = Field(default=None, pattern=r"^https?://")
@@ -47,7 +47,7 @@ class Judge(BaseModel, frozen=True, extra="forbid"):
     timeout_seconds: float = Field(default=60.0, gt=0, le=3600)
 
     @model_validator(mode="after")
-    def _check_one(self) -> Judge:
+    def _check_one(self) -> TurnJudge:
         if (self.url is None) == (self.model is None):
             raise ValueError("a judge is an endpoint or a model: set url or model")
         return self
@@ -61,7 +61,7 @@ class ScoringLimits(BaseModel, frozen=True, extra="forbid"):
     request_seconds: float = Field(default=300.0, gt=0, allow_inf_nan=False)
 
 
-def check_scores(scorers: Mapping[str, Scorer], judges: Mapping[str, Judge], names: Sequence[str]) -> None:
+def check_scores(scorers: Mapping[str, Scorer], judges: Mapping[str, TurnJudge], names: Sequence[str]) -> None:
     """Raises RequestError for a scorer or judge that a session or a task cannot name."""
     for name in names:
         if name not in scorers and name not in judges:

@@ -24,7 +24,7 @@ from proxy.errors import Conflict, EngineFailed, EngineUnavailable, NotFound, St
 from proxy.scoring.judges import judge_session
 from proxy.scoring.metrics import ScoreMetrics
 from proxy.scoring.plan import find_wanted
-from proxy.scoring.scorers import Judge, Scorer
+from proxy.scoring.scorers import Scorer, TurnJudge
 from proxy.scoring.vocabulary import Vocabularies
 from proxy.scoring.work import SessionScoring
 from proxy.store.keys import StoredValueError
@@ -121,7 +121,7 @@ class Scoring:
         return [call for call in wanted if (score := own[call.call_id]) is None or (again and score.error)]
 
     @property
-    def _judges(self) -> Mapping[str, Judge]:
+    def _judges(self) -> Mapping[str, TurnJudge]:
         return self._services.settings.judges
 
     # The jobs of this process

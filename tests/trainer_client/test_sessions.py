@@ -16,10 +16,10 @@ from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import ADMIN, RunningService
 from tests.support.service.scripted_service import Answer, ScriptedService, error_answer, json_answer
 from trainer_client import AsyncSessions, Sessions, TrainerClient
-from trainer_client.sessions import SessionAccess
+from trainer_client.sessions import OpenedSession
 
-Block = Callable[[SessionAccess], None]
-Rollout = Callable[..., SessionAccess]
+Block = Callable[[OpenedSession], None]
+Rollout = Callable[..., OpenedSession]
 OPENED = json_answer({"session_id": "s", "api_key": "k", "base_urls": {"openai": "o", "anthropic": "a", "gemini": "g"}}, 201)
 CLOSED = json_answer({"status": "completed", "error": None})
 
@@ -31,14 +31,14 @@ def service(redis_server: RedisServer) -> Iterator[RunningService]:
         yield running
 
 
-def in_a_block(url: str, block: Block, **fields: Any) -> SessionAccess:
+def in_a_block(url: str, block: Block, **fields: Any) -> OpenedSession:
     with Sessions(url, ADMIN, retry_seconds=20) as sessions, sessions.open(**fields) as session:
         block(session)
     return session
 
 
-def in_an_async_block(url: str, block: Block, **fields: Any) -> SessionAccess:
-    async def run() -> SessionAccess:
+def in_an_async_block(url: str, block: Block, **fields: Any) -> OpenedSession:
+    async def run() -> OpenedSession:
         async with AsyncSessions(url, ADMIN, retry_seconds=20) as sessions:
             async with await sessions.open(**fields) as session:
                 await asyncio.to_thread(block, session)
@@ -53,7 +53,7 @@ def rollout(request: pytest.FixtureRequest) -> Rollout:
     return made
 
 
-def call_model(session: SessionAccess) -> None:
+def call_model(session: OpenedSession) -> None:
     """An agent that reads its environment."""
     variables = session.environment
     answer = httpx.post(
@@ -65,12 +65,12 @@ def call_model(session: SessionAccess) -> None:
     assert answer.status_code == 200, answer.text
 
 
-def work(session: SessionAccess) -> None:
+def work(session: OpenedSession) -> None:
     call_model(session)
     session.reward = 1.0
 
 
-def stored(service: RunningService, session: SessionAccess) -> dict[str, Any]:
+def stored(service: RunningService, session: OpenedSession) -> dict[str, Any]:
     state: dict[str, Any] = service.request("GET", f"/sessions/{session.session_id}").json()
     return state
 
@@ -89,7 +89,7 @@ def test_a_block_is_a_session_with_its_reward_and_a_trainer_gets_its_rows(servic
 
 
 def raise_error(error: BaseException) -> Block:
-    def block(session: SessionAccess) -> None:
+    def block(session: OpenedSession) -> None:
         work(session)
         raise error
 
@@ -134,7 +134,7 @@ async def test_a_cancelled_task_cancels_its_session(service: RunningService) -> 
 def test_a_block_without_a_call_fails_its_session(
     service: RunningService, rollout: Rollout, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def idle(session: SessionAccess) -> None:
+    def idle(session: OpenedSession) -> None:
         session.reward = 1.0
 
     session = rollout(service.url, idle)
@@ -144,7 +144,7 @@ def test_a_block_without_a_call_fails_its_session(
 
 
 def test_a_reward_that_is_no_number_fails_the_session(service: RunningService, rollout: Rollout) -> None:
-    def work_badly(session: SessionAccess) -> None:
+    def work_badly(session: OpenedSession) -> None:
         work(session)
         session.reward = float("nan")
 
@@ -223,7 +223,7 @@ def test_a_close_that_fails_does_not_hide_the_blocks_own_error(scripted_server: 
     scripted.script("POST /sessions", OPENED)
     scripted.script("POST /sessions/s/close", error_answer(409, "conflict", "it is closed as timeout"))
 
-    def crash(session: SessionAccess) -> None:
+    def crash(session: OpenedSession) -> None:
         raise ValueError("the agent crashed")
 
     with pytest.raises(ValueError, match="the agent crashed") as error:

@@ -56,19 +56,19 @@ def describe_session(
     return {**root, "subagent_trajectories": others} if others else root
 
 
-def _find_owners(rows: Sequence[Row], calls: Mapping[str, Mapping[str, Any]]) -> dict[str, Owner]:
+def _find_owners(rows: Sequence[Row], calls: Mapping[str, Mapping[str, Any]]) -> dict[str, CallRow]:
     """Where each call belongs: to the row that trains it, otherwise to the first that has it."""
-    owners: dict[str, Owner] = {}
+    owners: dict[str, CallRow] = {}
     for row in rows:
         for call_id in row.call_ids:
             trained = _count_trained(row, calls[call_id])
             if call_id not in owners or trained:
-                owners[call_id] = Owner(row.trajectory_id, trained == len(calls[call_id]["completion_ids"]) > 0)
+                owners[call_id] = CallRow(row.trajectory_id, trained == len(calls[call_id]["completion_ids"]) > 0)
     return owners
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class CallRow:
     """The row that a call belongs to, and whether each of its sampled tokens is trained in it."""
 
     trajectory_id: str
@@ -81,7 +81,7 @@ def _count_trained(row: Row, call: Mapping[str, Any]) -> int:
 
 
 def _describe_row(
-    row: Row, calls: Mapping[str, Mapping[str, Any]], owners: Mapping[str, Owner], tools: Sequence[Json] | None
+    row: Row, calls: Mapping[str, Mapping[str, Any]], owners: Mapping[str, CallRow], tools: Sequence[Json] | None
 ) -> Json:
     steps: list[Json] = []
     seen = 0

@@ -35,7 +35,7 @@ TIME_LIMITS = ("time", "working")
 
 
 @dataclass
-class Evaluation:
+class RunningTask:
     """A task that runs: the group size, and the names of its scorers in order."""
 
     task: str
@@ -44,7 +44,7 @@ class Evaluation:
 
 
 @dataclass
-class Attempt:
+class SampleAttempt:
     """An attempt at a sample. `grading`: of the calls of its scorers, once there is one."""
 
     session: Session
@@ -58,8 +58,8 @@ class Attempt:
 class VerbatimHooks(Hooks):
     def __init__(self) -> None:
         self._sessions: Sessions | None = None
-        self._evaluations: dict[str, Evaluation] = {}
-        self._attempts: dict[str, Attempt] = {}
+        self._evaluations: dict[str, RunningTask] = {}
+        self._attempts: dict[str, SampleAttempt] = {}
         """By the sample's uuid."""
 
     def enabled(self) -> bool:
@@ -75,7 +75,7 @@ class VerbatimHooks(Hooks):
                 raise ValueError(f"VERBATIM_URL is set, so {' or '.join(TOKENS)} is needed")
             self._sessions = self._sessions or Sessions(os.environ["VERBATIM_URL"], token)
             scorers = [each.name for each in spec.scorers or ()]
-            self._evaluations[data.eval_id] = Evaluation(spec.task_id, spec.config.epochs or 1, scorers)
+            self._evaluations[data.eval_id] = RunningTask(spec.task_id, spec.config.epochs or 1, scorers)
 
     async def on_sample_attempt_start(self, data: Any) -> None:
         """Waits while the service holds new groups back."""
@@ -89,7 +89,7 @@ class VerbatimHooks(Hooks):
             group_size=evaluation.epochs,
             metadata={"inspect_eval": data.eval_id, "epoch": data.summary.epoch},
         )
-        self._attempts[data.sample_id] = Attempt(session, data.eval_id)
+        self._attempts[data.sample_id] = SampleAttempt(session, data.eval_id)
 
     async def on_before_model_generate(self, data: Any) -> None:
         if data.model_name.startswith(SERVICE):
@@ -133,7 +133,7 @@ class VerbatimHooks(Hooks):
         assert self._sessions is not None
         return await anyio.to_thread.run_sync(partial(self._sessions.open, **fields))
 
-    async def _close(self, attempt: Attempt, status: str, **how: Any) -> None:
+    async def _close(self, attempt: SampleAttempt, status: str, **how: Any) -> None:
         """The grading first: if it fails, the reward is there all the same."""
         try:
             if attempt.grading is not None:
