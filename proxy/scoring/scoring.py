@@ -44,6 +44,8 @@ TAKEN_SECONDS = 15.0
 """How long a job is taken for: that long it lies when its process dies. It is renewed three times in that time."""
 LOOK_SECONDS = 2.0
 """How often a process that has nothing to score looks for jobs of other processes."""
+LOOK_UNSET_SECONDS = 30.0
+"""The same where no scorer is set: only what sessions named before is left, to be given up."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0
 """Seconds before a job that failed is tried again: they double."""
 
@@ -124,15 +126,17 @@ class Scoring:
     def _judges(self) -> Mapping[str, TurnJudge]:
         return self._services.settings.judges
 
+    @property
+    def _is_set(self) -> bool:
+        return bool(self._scorers or self._judges)
+
     # The jobs of this process
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Inside, jobs are done, `at_once` of them at a time."""
-        if not self._scorers and not self._judges:
-            yield
-            return
-        workers = [asyncio.create_task(self._work()) for _ in range(self._services.settings.scoring.at_once)]
+        limits = self._services.settings.scoring
+        workers = [asyncio.create_task(self._work()) for _ in range(limits.at_once if self._is_set else 1)]
         try:
             yield
         finally:
@@ -158,7 +162,7 @@ class Scoring:
                 log.exception("a scored session is finished later")
             if taken is None:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_SECONDS):
+                    async with asyncio.timeout(LOOK_SECONDS if self._is_set else LOOK_UNSET_SECONDS):
                         await self._woken.wait()
 
     async def _keep_while(self, taken: TakenJob) -> None:

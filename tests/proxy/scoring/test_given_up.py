@@ -82,3 +82,14 @@ def test_a_session_without_required_verdicts_is_not_delivered_and_says_why(redis
         wait_until(lambda: state_of(service, session_id, "strict")["state"] == "failed", 60, "it is given up")
         assert "was not reached" in state_of(service, session_id, "strict")["error"]
         assert service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 1}).status_code == 204
+
+
+def test_a_session_does_not_wait_for_a_scorer_that_no_process_has_any_more(redis_server: RedisServer) -> None:
+    """Nobody looked for jobs where no scorer was set: its group waited forever."""
+    redis_server.flushall()
+    with ScriptedEngine() as student:
+        with RunningService([student.url], redis_server.url, scorers={"gone": {"policy": "nobody"}}) as service:
+            session_id = play(service, scores=["gone"])
+        with RunningService([student.url], redis_server.url, scoring={"timeout_seconds": 0.001}) as service:
+            wait_until(lambda: state_of(service, session_id, "gone")["state"] == "failed", 60, "it is given up")
+            assert "there is no scorer 'gone'" in state_of(service, session_id, "gone")["error"]
