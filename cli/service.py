@@ -38,9 +38,9 @@ SHORT_TOKEN = 16
 SIMILARITY = 0.85
 """Names at least this similar to a setting's are misspellings of it: of those of other parts none is so near."""
 OF_OTHERS = re.compile(
-    "VERBATIM_(URL|RUN|HARNESS_URL|HARNESSES|CGROUP|INSTALLS_KEPT|NODE_(DIR|NAME)|(LOCAL|CONTAINER|APPTAINER|KUBERNETES|EVALUATOR)_.*)"
+    "VERBATIM_(URL|RUN|MIRROR|HARNESS_URL|HARNESSES|CGROUP|INSTALLS_KEPT|NODE_(DIR|NAME)|(LOCAL|CONTAINER|APPTAINER|KUBERNETES|EVALUATOR)_.*)"
 )
-"""Variables of commands, nodes and runtimes."""
+"""Variables of commands, engines, nodes and runtimes."""
 SERVICE_LINK = re.compile(r"VERBATIM_.*(SERVICE_HOST|SERVICE_PORT\w*|PORT(_\d+_(TCP|UDP)\w*)?)")
 """What Kubernetes tells pods of a Service whose name begins so."""
 
