@@ -118,7 +118,7 @@ def test_a_place_that_was_kept_for_a_group_of_its_own_is_free_once_a_session_joi
     redis_server.flushall()
     with (
         ScriptedEngine("qwen3") as engine,
-        RunningService(engine.url, redis_server.url, max_undelivered_groups=2, admission_hold_seconds=0) as service,
+        RunningService(engine.url, redis_server.url, admission={"undelivered_groups": 2, "hold_seconds": 0}) as service,
     ):
         sessions = [called(service) for _ in range(2)]
         assert service.request("POST", "/sessions", json={}).status_code == 429
