@@ -211,7 +211,7 @@ def decode_trajectory(row: Mapping[str, Any], row_weight: float = 1.0) -> Trajec
             policy=str(row.get("policy", "")),
             role_source=str(row.get("role_source", INFERRED)),
             media=tuple(_media(**each) for each in row.get("media", ())),
-            scores={str(name): _score(sent) for name, sent in row.get("scores", {}).items()},
+            scores={str(name): _score(sent) for name, sent in (row.get("scores") or {}).items()},
         )
         _check(trajectory)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
