@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -28,6 +28,7 @@ def score(
     """
     from cli.control import CommandClient
     from cli.sessions import path_of
+    from cli.tables import print_json
 
     control, path = CommandClient(url), f"{path_of(session_id)}/scores"
     none = {"state": "none", "calls": 0, "tokens": 0, "error": ""}
@@ -36,14 +37,8 @@ def score(
         time.sleep(LOOK_SECONDS)
         told = control.get(path)["scorers"].get(scorer, none)
     if as_json:
-        typer.echo(_dump(told))
+        print_json(told)
     if told["state"] == "failed":
         raise CommandError(f"session {session_id} is not scored by {scorer}: {told['error']}")
     if not as_json:
         typer.echo(f"session {session_id}: {told['tokens']} tokens of {told['calls']} calls scored by {scorer}")
-
-
-def _dump(told: dict[str, Any]) -> str:
-    import json
-
-    return json.dumps(told)

@@ -14,6 +14,7 @@ from proxy.api import closing
 from proxy.api.requests import Body, JsonBody, Served, SessionId, json_response, require_admin, require_owner
 from proxy.errors import Conflict, RequestError, UnknownCall
 from proxy.rows import decode_records
+from proxy.scoring.scorers import check_known
 from proxy.services import Services
 from proxy.store.states import FEEDBACK, SessionState, Verdicts
 from reconstruct.scores import Score
@@ -63,13 +64,7 @@ async def score_session(
     services: Served, session_id: SessionId, body: Annotated[ScoreRequest, Depends(JsonBody(ScoreRequest).read)]
 ) -> Response:
     """Calls that have a score keep it; those that could not be scored are tried again."""
-    known = {*services.settings.scorers, *services.settings.judges}
-    if body.scorer not in known:
-        raise RequestError(
-            f"scorer: there is no scorer {body.scorer!r} in VERBATIM_SCORERS or VERBATIM_JUDGES; there are: "
-            f"{', '.join(sorted(known)) or 'none'}",
-            param="scorer",
-        )
+    check_known(services.settings.scorers, services.settings.judges, body.scorer, "scorer")
     state = await closing.load_session(services, session_id)
     if state.status not in ENDED:
         raise Conflict(f"session {session_id} is {state.status}: it is scored once it is closed")

@@ -61,15 +61,19 @@ class ScoringLimits(BaseModel, frozen=True, extra="forbid"):
     request_seconds: float = Field(default=300.0, gt=0, allow_inf_nan=False)
 
 
+def check_known(scorers: Mapping[str, Scorer], judges: Mapping[str, TurnJudge], name: str, param: str) -> None:
+    """Raises RequestError if nothing is set under the name."""
+    if name not in scorers and name not in judges:
+        known = ", ".join(sorted({*scorers, *judges})) or "none"
+        raise RequestError(
+            f"{param}: there is no scorer {name!r} in VERBATIM_SCORERS or VERBATIM_JUDGES; there are: {known}", param=param
+        )
+
+
 def check_scores(scorers: Mapping[str, Scorer], judges: Mapping[str, TurnJudge], names: Sequence[str]) -> None:
     """Raises RequestError for a scorer or judge that a session or a task cannot name."""
     for name in names:
-        if name not in scorers and name not in judges:
-            known = ", ".join(sorted({*scorers, *judges})) or "none"
-            raise RequestError(
-                f"scores: there is no scorer {name!r} in VERBATIM_SCORERS or VERBATIM_JUDGES; there are: {known}",
-                param="scores",
-            )
+        check_known(scorers, judges, name, "scores")
         if name in scorers and scorers[name].at == "demand":
             raise RequestError(
                 f"scores: {name!r} is asked on demand alone: POST /sessions/ID/scores once the session is closed",
