@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import typer
 
-from cli.options import SERVICE, AsJson, Limit, ServiceUrl
+from cli.options import SERVICE, AsJson, Limit, ServiceUrl, Where
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,21 +17,24 @@ app = typer.Typer(no_args_is_help=True, help=f"List groups, and show why one is 
 
 @app.command("list")
 def list_(
-    search: Annotated[str, typer.Option(metavar="TEXT", help="Only groups whose id contains this.")] = "",
+    where: Where = None,
     limit: Limit = 50,
     url: ServiceUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """List the groups of the thousand newest sessions, newest first, with what each waits for.
 
+    --where takes status (a group's delivery: announced, filling, ready, leased, acked, dropped, dead), q (a text in its id), and what
+    verbatim sessions list takes, of one of its members.
+
     \b
-    verbatim groups list
-    verbatim groups list --json | jq '.[] | select(.delivery == "filling")'
+    verbatim groups list --where status=filling
+    verbatim groups list --where run=grpo-3 --where at_least=1
     """
     from cli.control import CommandClient
     from cli.tables import print_listing
 
-    found = CommandClient(url).get("/groups", search=search or None, limit=limit)["groups"]
+    found = CommandClient(url).get("/groups", where=where, limit=limit)["groups"]
     print_listing(found, groups_table, as_json)
 
 

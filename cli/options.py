@@ -27,6 +27,10 @@ RunName = Annotated[
     typer.Option("--run", envvar="VERBATIM_RUN", metavar="NAME", help="The training run it belongs to. Default: default."),
 ]
 OfRun = Annotated[str | None, typer.Option("--run", metavar="NAME", help="Only the sessions of this run.")]
+Where = Annotated[
+    list[str] | None,
+    typer.Option("--where", metavar="NAME=VALUE", help="Only those with, for instance, status=running. Repeatable."),
+]
 OfGroup = Annotated[str | None, typer.Option("--group", metavar="ID", help="Only the sessions of this group.")]
 Limit = Annotated[int, typer.Option("--limit", metavar="N", min=1, max=1000, help="How many to show, newest first.")]
 TasksFile = Annotated[str, typer.Argument(metavar="FILE", help="One task per line as JSON; - reads standard input.")]

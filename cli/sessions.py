@@ -20,13 +20,12 @@ from cli.options import (
     GroupSize,
     Limit,
     NewSessionId,
-    OfGroup,
-    OfRun,
     Reward,
     RunName,
     ServiceUrl,
     SessionId,
     TaskId,
+    Where,
 )
 from cli.refusal import CommandError
 
@@ -41,25 +40,26 @@ app = typer.Typer(no_args_is_help=True, help=f"Open, list, show, reward and clos
 
 @app.command("list", short_help="List sessions, newest first.")
 def list_sessions(
-    status: Annotated[
-        str | None, typer.Option(metavar="STATUS", help="Only these: open, closing, completed, failed, timeout or cancelled.")
-    ] = None,
-    group: OfGroup = None,
-    run: OfRun = None,
+    where: Where = None,
     limit: Limit = 50,
     url: ServiceUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """List sessions, newest first.
 
+    --where takes status (open, closing, completed, failed, timeout, cancelled), run, group, task, label, flag, policy, version, loss
+    ("tokens lost", "in quarantine", incomplete, truncated, "nothing trained"), at_least and at_most (of the reward), after and before
+    (ISO times), and q: a text in ids, metadata, feedback or error.
+
     \b
-    verbatim sessions list --status open --limit 10
-    verbatim sessions list --group task-7 --json | jq '.[].reward'
+    verbatim sessions list --where status=open --limit 10
+    verbatim sessions list --where run=grpo-3 --where loss="tokens lost"
+    verbatim sessions list --where flag=good --json | jq '.[].reward'
     """
     from cli.control import CommandClient
     from cli.tables import print_listing
 
-    answer = CommandClient(url).get("/sessions", status=status, group_id=group, run=run, limit=limit)
+    answer = CommandClient(url).get("/sessions", where=where, limit=limit)
     print_listing(answer["sessions"], sessions_table, as_json, limit if answer.get("cursor") else None)
 
 
@@ -276,18 +276,30 @@ def sessions_table(sessions: list[dict[str, Any]]) -> Table:
     from cli.tables import as_cell, format_time, make_table
 
     session_id = Column("session", no_wrap=True, overflow="fold")
-    table = make_table(session_id, Column("status", no_wrap=True), "calls", "reward", "group", "task", "created")
+    table = make_table(
+        session_id, Column("status", no_wrap=True), "calls", "reward", "tokens", "run", "group", "task", "created"
+    )
     for session in sessions:
         table.add_row(
             session["session_id"],
             session["status"],
             str(session["calls"]),
             "" if session.get("reward") is None else f"{session['reward']:g}",
+            _sampled(session.get("accounting")),
+            session["run"],
             as_cell(session.get("group_id")),
             as_cell(session.get("task_id")),
             format_time(session["created_at"]),
         )
     return table
+
+
+def _sampled(accounting: dict[str, Any] | None) -> str:
+    """The sampled tokens, and those that are quarantined; "" while they are not counted."""
+    if accounting is None:
+        return ""
+    quarantined = sum(accounting["quarantined"].values())
+    return f"{accounting['sampled_tokens']}" + (f" ({quarantined} quarantined)" if quarantined else "")
 
 
 def calls_table(calls: list[dict[str, Any]]) -> Table:

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import typer
 
-from cli.options import SERVICE, AsJson, Limit, RunName, ServiceUrl, TasksFile, Wait
+from cli.options import SERVICE, AsJson, Limit, RunName, ServiceUrl, TasksFile, Wait, Where
 from cli.refusal import CommandError
 
 if TYPE_CHECKING:
@@ -174,22 +174,22 @@ def cancel(
 
 @app.command("list", short_help="List tasks, newest first.")
 def list_(
-    status: Annotated[
-        str | None, typer.Option(metavar="STATUS", help="Only these: queued, running, completed or cancelled.")
-    ] = None,
+    where: Where = None,
     limit: Limit = 50,
     url: ServiceUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """List tasks, newest first.
 
+    --where takes status (queued, running, completed, cancelled), run, q (a text in id, instruction or harness), after and before.
+
     \b
-    verbatim tasks list --status running
+    verbatim tasks list --where status=running
     """
     from cli.control import CommandClient
     from cli.tables import print_listing, tasks_table
 
-    answer = CommandClient(url).get("/tasks", status=status, limit=limit)
+    answer = CommandClient(url).get("/tasks", where=where, limit=limit)
     print_listing(answer["tasks"], tasks_table, as_json, limit if answer["cursor"] else None)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from fastapi import APIRouter, Depends, Path, Query, Response
+from fastapi import APIRouter, Depends, Path, Response
 
 from proxy.api.closing import RUN_ENDED, group_name
+from proxy.api.filters import ListQuery, Where, parse_where
 from proxy.api.requests import Body, PageSize, Served, json_response, require_admin
 from proxy.errors import NotFound
 from proxy.services import Services
@@ -98,20 +99,37 @@ def has_failed(state: SessionState) -> bool:
     return state.closed_at is not None and (state.status not in RUN_ENDED or unrewarded)
 
 
-async def newest_groups(services: Services, text: str) -> list[GroupView]:
-    """The groups of the newest sessions whose ids contain the text, newest first."""
-    members: dict[str, list[SessionState]] = {}
-    cursor, searched = None, 0
-    while searched < GROUPS_AMONG:
-        states, cursor = await services.sessions.list_sessions(status=None, group_id=None, limit=READ_TOGETHER, cursor=cursor)
-        searched += len(states)
-        for state in states:
-            named = state.info.group_id
-            if named is not None and text.casefold() in named.casefold():
-                members.setdefault(named, []).append(state)
+async def newest_groups(services: Services, query: ListQuery) -> list[GroupView]:
+    """The groups of the newest sessions of the run and time asked for, newest first."""
+    found: list[SessionState] = []
+    cursor = query.window_cursor
+    while len(found) < GROUPS_AMONG:
+        states, cursor = await services.sessions.list_sessions(
+            status=None,
+            group_id=query.group or None,
+            run=query.run or None,
+            after=query.after,
+            limit=READ_TOGETHER,
+            cursor=cursor,
+        )
+        found += states
         if cursor is None:
             break
-    return [GroupView(name, max(each.info.group_size for each in states), states) for name, states in members.items()]
+    return collect_groups(found, query)
+
+
+def collect_groups(sessions: Iterable[SessionState], query: ListQuery) -> list[GroupView]:
+    """The groups of these sessions that have the query's text in their id and a member that it accepts, in the sessions' order."""
+    members: dict[str, list[SessionState]] = {}
+    for state in sessions:
+        named = state.info.group_id
+        if named is not None and query.text.casefold() in named.casefold():
+            members.setdefault(named, []).append(state)
+    return [
+        GroupView(name, max(each.info.group_size for each in states), states)
+        for name, states in members.items()
+        if any(map(query.accepts_member, states))
+    ]
 
 
 async def load_group(services: Services, group_id: str) -> GroupView | None:
@@ -131,12 +149,16 @@ async def load_group(services: Services, group_id: str) -> GroupView | None:
 @router.get("", responses={200: {"model": Groups, "description": "the groups"}})
 async def list_groups(
     services: Served,
+    where: Where = None,
     limit: PageSize = 100,
-    search: Annotated[str, Query(max_length=1024, description="Only groups whose id contains this, in any case.")] = "",
 ) -> Response:
-    """The groups of the thousand newest sessions, newest first. Those of older sessions are found by their id."""
-    groups = (await newest_groups(services, search))[:limit]
-    return json_response({"groups": [shown for shown, _ in await describe_groups(services, groups)]})
+    """The groups of the thousand newest sessions, newest first; of older ones by `run`, `group` or `before`. `status` is a group's
+    `delivery`; a group is listed if one of its members has what else is asked for. `q` is looked for in group ids."""
+    asked = parse_where(where or (), get_args(Delivery))
+    groups = await newest_groups(services, asked)
+    groups = groups if asked.status else groups[:limit]
+    described = [shown for shown, _ in await describe_groups(services, groups)]
+    return json_response({"groups": [shown for shown in described if asked.status in ("", shown["delivery"])][:limit]})
 
 
 @router.get("/{group_id:path}", responses={200: {"model": OneGroup, "description": "the group"}})

@@ -27,6 +27,7 @@ from contract.sessions import (
     SettledFields,
 )
 from proxy.api import admission, closing, forks
+from proxy.api.filters import STATUSES, Where, parse_where
 from proxy.api.requests import (
     Body,
     JsonBody,
@@ -150,12 +151,20 @@ async def list_sessions(
     status: Annotated[SessionStatus | None, Query(description="Only sessions with this status.")] = None,
     group_id: Annotated[str | None, Query(description="Only sessions of this group.")] = None,
     run: Annotated[RunName | None, Query(description="Only sessions of this run.")] = None,
+    where: Where = None,
     limit: PageSize = 100,
     cursor: PageCursor = None,
 ) -> Response:
     """Newest first. Each session appears on exactly one page."""
+    asked = parse_where(where or (), STATUSES)
     states, following = await services.sessions.list_sessions(
-        status=status, group_id=group_id, run=run, limit=limit, cursor=cursor
+        status=status,
+        group_id=group_id or asked.group or None,
+        run=run or asked.run or None,
+        after=asked.after,
+        accepts=asked.accepts,
+        limit=limit,
+        cursor=cursor or asked.window_cursor,
     )
     listed = [session_as_wire(state) | {"accounting": state.accounting and asdict(state.accounting)} for state in states]
     return json_response({"sessions": listed, "cursor": following})

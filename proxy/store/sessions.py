@@ -117,10 +117,19 @@ class SessionStore:
         return parse_state(await self._run("snapshot", _state_and_calls(session_id)))
 
     async def list_sessions(
-        self, *, status: str | None, group_id: str | None, run: str | None = None, limit: int, cursor: str | None
+        self,
+        *,
+        status: str | None,
+        group_id: str | None,
+        run: str | None = None,
+        after: float | None = None,
+        accepts: Callable[[SessionState], bool] | None = None,
+        limit: int,
+        cursor: str | None,
     ) -> tuple[list[SessionState], str | None]:
-        """A page, newest first, and the cursor of the next one; None: it was the last."""
-        return await self._listing.load_page(status=status, group_id=group_id, run=run, limit=limit, cursor=cursor)
+        """A page of those opened at `after` or later that `accepts`, newest first, and the next one's cursor; None: it was the last."""
+        wanted: dict[str, Any] = {"status": status, "group_id": group_id, "run": run, "after": after, "accepts": accepts}
+        return await self._listing.load_page(**wanted, limit=limit, cursor=cursor)
 
     async def list_members(self, *, run: str | None, after: float | None, cursor: str | None, limit: int) -> list[str]:
         """The newest sessions of the listing, opened at `after` or later, behind the cursor: each is the cursor of what follows it. Some

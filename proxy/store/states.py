@@ -195,19 +195,31 @@ class SessionListing:
         await asyncio.gather(*(self._redis.execute("ZREM", key, member) for key in left))
 
     async def load_page(
-        self, *, status: str | None, group_id: str | None, run: str | None = None, limit: int, cursor: str | None
+        self,
+        *,
+        status: str | None,
+        group_id: str | None,
+        run: str | None = None,
+        after: float | None = None,
+        accepts: Callable[[SessionState], bool] | None = None,
+        limit: int,
+        cursor: str | None,
     ) -> tuple[list[SessionState], str | None]:
+        """See `SessionStore.list_sessions`."""
         key = keys.SESSIONS if run is None else keys.run_sessions(run)
         key = key if group_id is None else keys.group_sessions(group_id)
+        first = "-" if after is None else f"[{keys.listing_member(after, '')}"
         found: list[SessionState] = []
         looked_at = 0
         while looked_at < LOOKED_AT or not found:
             before = "+" if cursor is None else f"({cursor}"
-            raw = await self._redis.execute("ZREVRANGEBYLEX", key, before, "-", "LIMIT", 0, LOADED_AT_ONCE)
+            raw = await self._redis.execute("ZREVRANGEBYLEX", key, before, first, "LIMIT", 0, LOADED_AT_ONCE)
             members = [member.decode() for member in raw]
             for member, state in zip(members, await self._load_members(members), strict=True):
                 cursor = member
-                if state is not None and status in (None, state.status) and _is_of(state.info, group_id, run):
+                if state is None or status not in (None, state.status) or not _is_of(state.info, group_id, run):
+                    continue
+                if accepts is None or accepts(state):
                     found.append(state)
                     if len(found) == limit:
                         return found, cursor

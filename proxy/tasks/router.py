@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Any, Literal, get_args
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
@@ -25,12 +27,13 @@ from contract.rules import RULES, Wire, show
 from contract.sessions import ForkRequest
 from contract.tasks import Task
 from proxy.api import forks
+from proxy.api.filters import ListQuery, Where, parse_where
 from proxy.api.requests import JsonBody, json_response, parse_aside, require_admin, require_node
 from proxy.errors import NotFound, RequestError, StoreUnavailable
 from proxy.scoring.scorers import check_scores
 from proxy.services import Services
 from proxy.store.tasks.tasks import TaskStore
-from proxy.store.tasks.values import Event
+from proxy.store.tasks.values import Event, TaskState
 from proxy.tasks.views import render_rollout, render_summary, render_task
 
 log = logging.getLogger(__name__)
@@ -144,6 +147,16 @@ class Nodes(Wire):
     queues: Sequence[Queue]
 
 
+def accepts_task(query: ListQuery, state: TaskState) -> bool:
+    """Whether the task has the status, run, time and text that are asked for."""
+    task, wanted = state.task, query.text.casefold()
+    if query.status not in ("", state.status) or query.run not in ("", task.run):
+        return False
+    if not (query.after or 0.0) <= state.created_at < (query.before or math.inf):
+        return False
+    return any(wanted in text.casefold() for text in (task.task_id, task.instruction, task.harness.name))
+
+
 def build_task_router(store: TaskStore, read_task: Callable[[bytes], tuple[Task, bytes]], services: Services) -> APIRouter:
     """`read_task` reads a checked task and its digest from the body of a submission, or raises RequestError."""
     router = APIRouter(tags=["tasks"], default_response_class=Response)
@@ -174,11 +187,14 @@ def build_task_router(store: TaskStore, read_task: Callable[[bytes], tuple[Task,
     @router.get("/tasks", dependencies=admins, responses={200: {"model": TaskPage, "description": "a page"}})
     async def list_tasks(
         status: Annotated[Status | None, Query(description="Only tasks with this status.")] = None,
+        where: Where = None,
         limit: Annotated[int, Query(ge=1, le=1000, description="Entries per page.")] = 100,
         cursor: Annotated[str | None, Query(pattern=CURSOR, description="`cursor` of the previous page.")] = None,
     ) -> Response:
-        """Newest first."""
-        states, following = await store.list_tasks(status=status, limit=limit, cursor=cursor)
+        """Newest first. `where` takes `status`, `run`, `q` (a text in id, instruction or harness), `after` and `before`."""
+        asked = parse_where(where or (), get_args(Status), ("status", "run", "q", "after", "before"))
+        accepts = partial(accepts_task, asked)
+        states, following = await store.list_tasks(status=status, accepts=accepts, limit=limit, cursor=cursor)
         return json_response({"tasks": [render_summary(state) for state in states], "cursor": following})
 
     @router.get("/tasks/{task_id}", dependencies=admins, responses={200: {"model": TaskShape, "description": "the task"}})

@@ -11,7 +11,8 @@ from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 
 from proxy.api.closing import RUN_ENDED, group_name
-from proxy.api.groups import LETTERS, GroupView, describe_groups, explain, load_group
+from proxy.api.filters import Columns, ListQuery, measure_lost, parse_query
+from proxy.api.groups import LETTERS, GroupView, collect_groups, describe_groups, explain, load_group
 from proxy.errors import NotFound
 from proxy.store.groups import GroupRound
 from proxy.store.run import CAUSES
@@ -19,14 +20,10 @@ from proxy.store.states import SessionState
 from proxy.ui.causes import Cause, group_causes
 from proxy.ui.concepts import STATE_WORDS
 from proxy.ui.listing import (
-    Columns,
     Listing,
-    ListQuery,
     cut_page,
     load_choices,
     load_window,
-    measure_lost,
-    parse_query,
     put_in_order,
 )
 from proxy.ui.pictures import Rewards
@@ -119,12 +116,7 @@ GROUP_COLUMNS: Columns[GroupLine] = {
 async def list_groups(ui: Ui, query: ListQuery) -> Listing[GroupLine]:
     """The groups of a window of sessions, the one with the newest session first. One with a member that the query accepts is listed."""
     window = await load_window(ui.catalogue, query)
-    members: dict[str, list[SessionState]] = {}
-    for state in window.sessions:
-        if state.info.group_id is not None and query.text.casefold() in state.info.group_id.casefold():
-            members.setdefault(state.info.group_id, []).append(state)
-    views = [GroupView(name, max(each.info.group_size for each in states), states) for name, states in members.items()]
-    views = [view for view in views if any(map(query.accepts_member, view.sessions))]
+    views = collect_groups(window.sessions, query)
     if query.sort == "state" or query.status:
         lines = [line for line in await describe(ui, views) if query.status in ("", line.word)]
         found = cut_page(put_in_order(lines, query, GROUP_COLUMNS), query, window)

@@ -13,11 +13,12 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import RedirectResponse
 from fastapi.routing import APIRoute
 
+from proxy.api.filters import STATUSES, measure_lost, parse_query
 from proxy.api.sessions import Review
 from proxy.errors import RequestError
 from proxy.ui.concepts import STATE_WORDS
 from proxy.ui.conversation import ShownCall, Thread
-from proxy.ui.listing import SESSION_COLUMNS, STATUSES, list_sessions, load_choices, measure_lost, measure_rate, parse_query
+from proxy.ui.listing import SESSION_COLUMNS, list_sessions, load_choices, measure_rate
 from proxy.ui.pictures import draw_tree
 from proxy.ui.rendering import HEADERS, address, home_of, page
 from proxy.ui.session_view import ONLY, CallFilter, ShownSession, describe_call, show_turn, summarize

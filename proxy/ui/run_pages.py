@@ -16,7 +16,7 @@ from fastapi.responses import RedirectResponse
 from fastapi.routing import APIRoute
 
 from proxy.api.run import answer_run
-from proxy.api.runs import RunMarks, mark_run
+from proxy.api.runs import RunMarks, mark_run, refuse_unknown
 from proxy.errors import NotFound
 from proxy.store.run import CAUSES, WIDTHS, Axis, Curve, Point, RunRecord
 from proxy.ui.rendering import HEADERS, address, home_of, page
@@ -74,7 +74,9 @@ async def run(
     """One run, by default the newest, or several laid over each other. `hidden`: also hidden ones are there to choose."""
     delivery, now = ui.services.delivery, await ui.services.clock.now()
     records = await delivery.load_runs()
-    chosen = [record for record in records if record.run in (run or ())] or _choose_newest(records)
+    chosen = [record for record in records if record.run in (run or ())] if run else _choose_newest(records)
+    if unknown := set(run or ()).difference(record.run for record in chosen):
+        raise refuse_unknown(min(unknown))
     names = [record.run for record in chosen]
     every, totals = await asyncio.gather(*(delivery.load_curves(each, runs=names) for each in (axis, ALL_TIME)))
     policies = sorted({curve.policy for curve in totals})

@@ -13,21 +13,18 @@ from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 
 from contract.attempts import ENDED
+from proxy.api.filters import Columns, ListQuery, measure_lost, parse_query
 from proxy.errors import NotFound
 from proxy.store.states import SessionState
 from proxy.ui.catalogue import LISTED
 from proxy.ui.causes import group_causes
 from proxy.ui.listing import (
     PAGE,
-    Columns,
     Listing,
-    ListQuery,
     load_choices,
-    measure_lost,
     measure_rate,
-    parse_query,
     put_in_order,
-    suggest_labels,
+    suggest,
 )
 from proxy.ui.pictures import Rewards
 from proxy.ui.rendering import page
@@ -103,11 +100,11 @@ async def list_tasks(ui: Ui, query: ListQuery) -> Listing[TaskLine]:
     for state in window.sessions:
         sessions.setdefault(state.info.task_id, []).append(state)
     lines = [_describe_task(task, sessions.get(task["task_id"], ())) for task in found]
-    labels = suggest_labels(window.sessions)
+    suggested = suggest(window.sessions)
     if not narrows:
-        return Listing(lines, cursor=following, labels=labels)
+        return Listing(lines, cursor=following, suggested=suggested)
     matched = put_in_order([line for line in lines if _accepts(query, line)], query, TASK_COLUMNS)
-    return Listing(matched[query.start : query.start + PAGE], query.start, len(matched), len(found), following, labels)
+    return Listing(matched[query.start : query.start + PAGE], query.start, len(matched), len(found), following, suggested)
 
 
 def _describe_task(task: Mapping[str, Any], sessions: Sequence[SessionState]) -> TaskLine:
@@ -158,10 +155,10 @@ async def describe_rollouts(
     matched = [line for line, state in zip(lines, states, strict=True) if _accepts_rollout(query, line, state)]
     ordered = put_in_order(matched, query, ROLLOUT_COLUMNS)
     end = query.start + ROLLOUTS_ON_A_PAGE
-    labels = suggest_labels(sessions.values())
+    suggested = suggest(sessions.values())
     causes = group_causes((line.ended, str(line.index)) for line in matched if line.status == "failed")
     part = ordered[query.start : end]
-    return Listing(part, query.start, len(ordered), len(lines), None, labels, causes, ROLLOUTS_ON_A_PAGE)
+    return Listing(part, query.start, len(ordered), len(lines), None, suggested, causes, ROLLOUTS_ON_A_PAGE)
 
 
 def _accepts_rollout(query: ListQuery, line: RolloutLine, state: SessionState | None) -> bool:

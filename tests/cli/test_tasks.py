@@ -65,7 +65,7 @@ def test_a_file_of_tasks_is_submitted_and_again_without_harm(fresh: RunningServi
     shown = tasks(fresh, "list")
     assert shown.returncode == 0 and "0/2" in shown.stdout and "2 queued" in shown.stdout
     assert "There are more" in tasks(fresh, "list", "--limit", "1").stderr
-    assert "a" not in tasks(fresh, "list", "--status", "running").stdout.split()
+    assert "a" not in tasks(fresh, "list", "--where", "status=running").stdout.split()
 
 
 def test_the_run_of_the_command_line_or_the_environment_is_that_of_lines_that_name_none(
@@ -75,6 +75,9 @@ def test_the_run_of_the_command_line_or_the_environment_is_that_of_lines_that_na
     assert tasks(fresh, "submit", file, "--run", "grpo-3").returncode == 0
     runs = {task_id: fresh.request("GET", f"/tasks/{task_id}").json()["task"]["run"] for task_id in "ab"}
     assert runs == {"a": "grpo-3", "b": "own"}
+    for where, names in (("run=own", ["b"]), ("q=A", ["a"]), ("before=2026-01-01", [])):
+        listed = json.loads(tasks(fresh, "list", "--where", where, "--json").stdout)
+        assert [task["task_id"] for task in listed] == names
 
 
 def test_lines_with_the_same_mistakes_are_refused_once_and_with_all_of_them(fresh: RunningService, tmp_path: Path) -> None:
@@ -270,7 +273,7 @@ def test_a_task_that_nothing_was_begun_of_says_what_it_waits_for(fresh: RunningS
         (("submit", "list.jsonl"), 1, "line 1 of list.jsonl is not a JSON object"),
         (("watch", "none"), 1, "there is no task none"),
         (("show", "none"), 1, "there is no task none"),
-        (("list", "--status", "asleep"), 1, "status: "),
+        (("list", "--where", "status=asleep"), 1, "status is 'asleep'; it can be: queued, "),
         (("cancel",), 2, "name the tasks to cancel"),
     ],
 )

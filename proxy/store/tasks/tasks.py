@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -89,8 +89,15 @@ class TaskStore:
             found += [state for state in states if state]
         return found
 
-    async def list_tasks(self, *, status: str | None, limit: int, cursor: str | None) -> tuple[list[TaskState], str | None]:
-        """A page, newest first, and the cursor of the next one or None."""
+    async def list_tasks(
+        self,
+        *,
+        status: str | None,
+        accepts: Callable[[TaskState], bool] | None = None,
+        limit: int,
+        cursor: str | None,
+    ) -> tuple[list[TaskState], str | None]:
+        """A page of those that `accepts`, newest first, and the cursor of the next one or None."""
         found: list[TaskState] = []
         looked_at = 0
         while looked_at < LOOKED_AT or not found:
@@ -100,7 +107,7 @@ class TaskStore:
             states = await asyncio.gather(*(self.load_outline(task_id.decode()) for task_id in flat[::2]))
             for place, state in zip(flat[1::2], states, strict=True):
                 cursor = place.decode()
-                if state is not None and status in (None, state.status):
+                if state is not None and status in (None, state.status) and (accepts is None or accepts(state)):
                     found.append(state)
                     if len(found) == limit:
                         return found, cursor

@@ -63,7 +63,7 @@ def test_a_group_that_died_tells_the_reason_of_its_letter(service: RunningServic
 def test_groups_are_listed_newest_first_searched_and_for_the_admin_alone(service: RunningService) -> None:
     for name in ("one", "two", "Two more"):
         service.session(group_id=name).close("failed", error="it broke")
-    listed = service.request("GET", "/groups?search=two").json()["groups"]
+    listed = service.request("GET", "/groups?where=q=two").json()["groups"]
     assert [(group["group_id"], group["failed"]) for group in listed] == [("Two more", 1), ("two", 1)]
     assert len(service.request("GET", "/groups?limit=1").json()["groups"]) == 1
     assert service.request("GET", "/groups/nobody").status_code == 404

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from contract.sessions import TokenSums
+from proxy.api.filters import parse_query
 from proxy.store.connection import StoreConnection
 from proxy.store.sessions import SessionStore
 from proxy.store.states import SessionInfo, SessionState
 from proxy.ui.causes import group_causes
-from proxy.ui.listing import SESSION_COLUMNS, parse_query, put_in_order, suggest_labels
+from proxy.ui.listing import SESSION_COLUMNS, put_in_order, suggest
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
@@ -42,6 +43,8 @@ async def fill(url: str) -> None:
         label = MARKUP if number == 5 else ("code", "math")[number % 2]
         more: dict[str, Any] = {"group_id": f"g{number // 3}", "group_size": 3, "run": RUNS[number % 3]}
         await store.create(SessionInfo(name, b"", created_at=at, metadata={"label": label}, **more))
+        if number in (4, 7):
+            await store.set_review(name, "good", "")
         if number == 10:
             continue
         await store.begin_close(name)
@@ -72,22 +75,71 @@ def found(service: RunningService, **query: Any) -> str:
     return " ".join(re.findall(r'data-item href="/ui/sessions/s(\d+)', show(service, **query)))
 
 
-def test_sessions_are_filtered_by_all_that_is_known_of_them(service: RunningService) -> None:
-    assert found(service) == "11 10 9 8 7 6 5 4 3 2 1 0"
-    assert found(service, run="lora-8") == "10 7 4 1"
-    assert found(service, label="math") == "11 9 7 3 1"
-    assert found(service, label=MARKUP) == "5"
-    assert found(service, status="failed") == "9 3"
-    assert found(service, at_least="0.6", at_most="0.8") == "8 7 6"
-    assert found(service, loss="truncated") == "6"
-    assert found(service, loss="tokens lost") == "8 4 0"
-    assert found(service, loss="in quarantine") == "8 7 4 0"
-    assert found(service, policy="judge") == "8"
-    assert found(service, policy="default", version="1") == "7 6 5 4 3 2 1 0"
-    assert found(service, version="7") == "8"
-    assert found(service, after="2025-06-15T15:07:40", before="2025-06-15T15:08:10") == "8 7 6"
-    assert found(service, after="2025-06-15T17:07:40+02:00", label="code") == "10 8 6"
-    assert found(service, run="base", label="math", status="failed") == "9 3"
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ({}, "11 10 9 8 7 6 5 4 3 2 1 0"),
+        ({"run": "lora-8"}, "10 7 4 1"),
+        ({"group": "g1"}, "5 4 3"),
+        ({"label": "math"}, "11 9 7 3 1"),
+        ({"label": MARKUP}, "5"),
+        ({"flag": "good"}, "7 4"),
+        ({"status": "failed"}, "9 3"),
+        ({"at_least": "0.6", "at_most": "0.8"}, "8 7 6"),
+        ({"loss": "truncated"}, "6"),
+        ({"loss": "tokens lost"}, "8 4 0"),
+        ({"loss": "in quarantine"}, "8 7 4 0"),
+        ({"policy": "judge"}, "8"),
+        ({"policy": "default", "version": "1"}, "7 6 5 4 3 2 1 0"),
+        ({"version": "7"}, "8"),
+        ({"after": "2025-06-15T15:07:40", "before": "2025-06-15T15:08:10"}, "8 7 6"),
+        ({"after": "2025-06-15T17:07:40+02:00", "label": "code"}, "10 8 6"),
+        ({"run": "base", "label": "math", "status": "failed"}, "9 3"),
+        ({"q": "SIGNAL 9 after 3"}, "3"),
+        ({"q": "s", "task": "nobody's"}, ""),
+    ],
+    ids=str,
+)
+def test_page_and_api_filter_sessions_by_all_that_is_known_of_them(
+    service: RunningService, query: dict[str, str], expected: str
+) -> None:
+    assert found(service, **query) == expected
+    where = [f"{name}={value}" for name, value in query.items()]
+    listed: list[str] = []
+    cursor = None
+    while len(listed) < 13:
+        asked = {"where": where, "limit": 5, **({"cursor": cursor} if cursor else {})}
+        answer = service.request("GET", "/sessions", params=asked).json()
+        listed += [session["session_id"].removeprefix("s") for session in answer["sessions"]]
+        if (cursor := answer["cursor"]) is None:
+            break
+    assert " ".join(listed) == expected
+
+
+def test_a_flag_that_becomes_another_is_seen_in_the_list(service: RunningService) -> None:
+    """The list took the session from its memory: nothing else had changed of it."""
+    for flag, good in (("good", "7 4 2"), ("bad", "7 4"), ("", "7 4")):
+        answer = service.request("PUT", "/sessions/s2/review", json={"flag": flag, "note": MARKUP})
+        assert answer.status_code == 200 and found(service, flag="good") == good
+        assert found(service, flag="bad") == ("2" if flag == "bad" else "")
+    assert '<option value="good">' in show(service)
+
+
+@pytest.mark.parametrize("path", ["/sessions", "/groups"])
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        (["colour=red"], "where is 'colour=red'; it is NAME=VALUE, and NAME can be: q, status, "),
+        (["status"], "where is 'status'; it is NAME=VALUE"),
+        (["sort=-reward"], "where is 'sort=-reward'"),
+        (["label=a", "label=b"], "where names label twice"),
+        (["status=asleep"], "status is 'asleep'; it can be: "),
+        (["at_least=much"], "at_least is 'much', which is no number"),
+    ],
+)
+def test_the_api_refuses_what_no_entry_can_be(service: RunningService, path: str, where: list[str], said: str) -> None:
+    answer = service.request("GET", path, params={"where": where})
+    assert answer.status_code == 400 and said in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("column", SESSION_COLUMNS)
@@ -177,7 +229,7 @@ def test_a_list_reads_again_only_what_has_changed(service: RunningService, monke
 
 def test_labels_by_the_thousand_are_offered_a_hundred_at_most(service: RunningService) -> None:
     infos = (SessionInfo(f"m{at}", b"", created_at=BEGAN, metadata={"label": f"{MARKUP}{at}"}) for at in range(1200))
-    assert len(suggest_labels(SessionState(info=info) for info in infos)) == 100
+    assert len(suggest(SessionState(info=info) for info in infos).labels) == 100
     shown = show(service, sort="session")
     assert '<option value="&lt;b&gt;&amp;&#34;&#39;">' in shown and MARKUP not in shown
 
@@ -192,6 +244,10 @@ def test_groups_are_filtered_by_their_members_and_ordered(service: RunningServic
     assert groups(at_least="1") == ["g3"]
     assert groups(sort="mean") == ["g0", "g1", "g2", "g3"]
     assert groups(sort="-lost", loss="tokens lost") == ["g2", "g1", "g0"]
+    assert groups(flag="good") == ["g2", "g1"]
+    for where, expected in (("flag=good", "g2 g1"), ("run=lora-8", "g3 g2 g1 g0"), ("q=G2", "g2"), ("status=leased", "")):
+        listed = service.request("GET", "/groups", params={"where": where}).json()["groups"]
+        assert " ".join(group["group_id"] for group in listed) == expected
     assert groups(status="waiting") == ["g3", "g2", "g1", "g0"] and groups(status="leased") == []
 
 

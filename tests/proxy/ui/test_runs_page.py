@@ -46,6 +46,13 @@ def test_one_run_shows_each_reason_of_its_losses_with_what_it_means(service: Run
     assert "No token is in quarantine." in page(service, "?run=old")
 
 
+@pytest.mark.parametrize("query", ["?run=gone", "?run=new&run=gone", "?run=%3Cb%3E%26", "?run="])
+def test_a_run_that_there_is_not_is_no_other_run(service: RunningService, query: str) -> None:
+    """An unknown name showed the newest run."""
+    answer = service.request("GET", f"/ui/run{query}")
+    assert answer.status_code == 404 and "there is no run" in answer.text and "<b>" not in answer.text
+
+
 def test_two_runs_are_laid_over_each_other_by_version_and_by_time(service: RunningService) -> None:
     for axis in ("version", "hours"):
         text = page(service, f"?run=new&run=old&axis={axis}")
