@@ -91,9 +91,12 @@ async def test_the_expert_is_served_whole_and_streamed_alike(tokenizer: Any) -> 
         whole = await (await client.post("/v1/chat/completions", json=body)).json()
         streamed = await (await client.post("/v1/chat/completions", json={**body, "stream": True})).text()
         empty = await client.post("/v1/chat/completions", json={})
+        first = {"model": "policy", "messages": [{"role": "user", "content": "Hello"}]}
+        contact = await (await client.post("/v1/chat/completions", json=first)).json()
     lines = [line.removeprefix("data: ") for line in streamed.splitlines() if line]
     events = [json.loads(line) for line in lines[:-1]]
     assert lines[-1] == "[DONE]" and events[1]["usage"] == whole["usage"] and empty.status == 400
+    assert contact["choices"][0]["token_ids"], "the service, which samples a token at first contact, gets none"
     (choice,), (delta,) = whole["choices"], events[0]["choices"]
     assert (delta["token_ids"], delta["finish_reason"]) == (choice["token_ids"], "tool_calls")
     arguments = [said["tool_calls"][0]["function"]["arguments"] for said in (choice["message"], delta["delta"])]
