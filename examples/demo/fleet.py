@@ -65,12 +65,12 @@ async def running(plan: Plan) -> AsyncIterator[Fleet]:
 async def serving(plan: Plan, data_dir: Path | None = None) -> AsyncIterator[Served]:
     """Started, and perhaps not ready yet; ended when the block has, in the opposite order, so that nobody is left talking to one who
     has gone. Without a `data_dir` the service's records are in the plan's once they have ended."""
-    engine_ports, port = [free_port() for _ in range(plan.replicas)], free_port()
+    engine_ports, port = [free_port() for _ in plan.engines], free_port()
     async with contextlib.AsyncExitStack() as stack:
         data_dir = data_dir or stack.enter_context(_keep_records(plan))
         admin_token, trainer_token = secrets.token_hex(16), secrets.token_hex(16)
         children = [
-            *(_vllm(plan, number, engine_port) for number, engine_port in enumerate(engine_ports, start=1)),
+            *(_vllm(plan, number, engine_port) for number, engine_port in enumerate(engine_ports)),
             _service(plan, engine_ports, port, data_dir / "service", admin_token, trainer_token),
         ]
         *engines, service = [await stack.enter_async_context(child) for child in children]
@@ -112,18 +112,22 @@ def trainer(plan: Plan, served: Served, module: str, *more: str, env: Mapping[st
 
 def _vllm(plan: Plan, number: int, port: int) -> Child:
     # Half of a GPU is left to the trainer.
-    on_gpu = ["--gpu-memory-utilization", f"{0.45 / plan.replicas:.2f}", "--dtype", "bfloat16"]
+    policy, model_dir = plan.engines[number]
+    on_gpu = ["--gpu-memory-utilization", f"{0.45 / len(plan.engines):.2f}", "--dtype", "bfloat16"]
     device, extra = ("gpu", [*on_gpu, *plan.engine_flags]) if plan.gpu else ("cpu", plan.engine_flags)
-    argv, env = vllm_command(plan.model_dir, port, max_model_len=2048, device=device, extra=extra)
+    argv, env = vllm_command(model_dir, port, served_name=policy or "policy", max_model_len=2048, device=device, extra=extra)
     if not plan.gpu:
-        env |= make_one_process_env(max(1, (os.cpu_count() or 1) // (plan.replicas + 1)))
+        env |= make_one_process_env(max(1, (os.cpu_count() or 1) // (len(plan.engines) + 1)))
     if plan.delta:
         env |= {"VERBATIM_MIRROR": str(plan.mirror_dir)}
-    return Child(f"vLLM {number}", argv, plan.log(f"vllm-{number}"), env=env)
+    name = policy or number + 1
+    return Child(f"vLLM {name}", argv, plan.log(f"vllm-{name}"), env=env)
 
 
 def _service(plan: Plan, engine_ports: Sequence[int], port: int, data_dir: Path, admin_token: str, trainer_token: str) -> Child:
-    engines = [word for engine_port in engine_ports for word in ("--engine", f"http://127.0.0.1:{engine_port}")]
+    named = zip(plan.engines, engine_ports, strict=True)
+    urls = [f"{policy and f'{policy}='}http://127.0.0.1:{engine_port}" for (policy, _), engine_port in named]
+    engines = [word for url in urls for word in ("--engine", url)]
     argv = [sys.executable, "-m", "cli.main", "serve", *engines, "--data-dir", str(data_dir), "--port", str(port)]
     env = {"VERBATIM_ADMIN_TOKEN": admin_token, "VERBATIM_TRAINER_TOKEN": trainer_token, **plan.service_env}
     return Child("the service", argv, plan.log("service"), env=env)

@@ -7,11 +7,15 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from examples.demo.verdict import Expectation
+
+TEACHER = "teacher"
+"""A policy, and the scorer that asks it."""
 
 
 def _gpu_answers() -> bool:
@@ -28,7 +32,8 @@ class Plan:
     when it is trained on. `shuffled`: each rollout is trained on with the reward of another of its group. `ends`: how many steps at the
     start and at the end are averaged to tell the rise. `held_out_log`: where the trainer leaves the rewards of held-out exercises, before
     and after, by kind. `flat`: by how much the reward may change with a control. `agent`: the module of the agent's process.
-    `delta`: bfloat16 weights are pushed, as what changed, and the engines have a mirror. `engine_flags`: more of them for vLLM."""
+    `delta`: bfloat16 weights are pushed, as what changed, and the engines have a mirror. `engine_flags`: more of them for vLLM. `teacher`:
+    weights, in an engine of their own, that score the sessions which name TEACHER."""
 
     model: str | None = None
     out: Path
@@ -49,11 +54,17 @@ class Plan:
     agent: str = "examples.demo.agent"
     delta: bool = False
     engine_flags: tuple[str, ...] = ()
+    teacher: str | None = None
     gpu: bool = field(default_factory=_gpu_answers)
 
     @property
     def model_dir(self) -> str:
         return self.model or str(self.out / "model")
+
+    @property
+    def engines(self) -> Sequence[tuple[str, str]]:
+        """The policy and the weights of each engine; "" is the policy that learns."""
+        return [("", self.model_dir)] * self.replicas + ([(TEACHER, self.teacher)] if self.teacher else [])
 
     @property
     def weights_dir(self) -> Path:
@@ -111,15 +122,16 @@ class Plan:
 
     @property
     def service_env(self) -> dict[str, str]:
-        """What makes the service hold the agents back; in rounds nobody runs ahead."""
+        """What makes the service know the teacher, and hold the agents back; in rounds nobody runs ahead."""
+        scorers = {"VERBATIM_SCORERS": json.dumps({TEACHER: {"policy": TEACHER}})} if self.teacher else {}
         if not self.asynchronous:
-            return {}
+            return scorers
         if self.push:
             limit = {"staleness": self.max_staleness, "groups_per_version": self.groups}
         else:
             # The weights never get newer: a bound on versions would let no group in once the first ones were trained.
             limit = {"undelivered_groups": self.groups * (self.max_staleness + 1)}
-        return {"VERBATIM_ADMISSION": json.dumps({**limit, "hold_seconds": 2})}
+        return {**scorers, "VERBATIM_ADMISSION": json.dumps({**limit, "hold_seconds": 2})}
 
     def empty_out(self) -> None:
         """Make `out`, with nothing left in it of an earlier run; what the demo did not write stays."""

@@ -1,12 +1,12 @@
 """Policy: a pretrained model that learns from trees of rows, in which every shared prefix is computed once.
 
-Supervised on demonstrations, and by the demo's clipped objective on rewarded rollouts.
+Supervised on demonstrations, and by the demo's clipped objective on rewarded rollouts or on a teacher's scores.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from examples.demo.recompute import load_checkpoint
 from examples.demo.trainer import Recipe, accumulate, predict
 from trainer_client import Batch, Difference, TreeBatch, compare_trees
+from trainer_client.distillation import reverse_kl, toward_teacher
 
 
 class Policy:
@@ -71,17 +72,34 @@ class Policy:
         if not groups:
             return {"learned_groups": 0, "learned_tokens": 0, "loss": 0.0, "clipped": 0.0, "off_policy": 0.0}
         trees = self._make_trees(batch, advantages=advantages, rows=np.concatenate(groups).tolist())
+        return {"learned_groups": len(groups), **self._learn(trees, [tree.advantages[tree.segment_index] for tree in trees])}
+
+    def distil(self, batch: Batch, scorer: str, mixing: np.random.Generator | None = None) -> dict[str, float]:
+        """One optimizer step toward the scorer's distribution alone, whatever was earned. `reverse_kl`: the student's from the scorer's, in
+        nats per token. With `mixing` each token gets the number of another one."""
+        trees = self._make_trees(batch)
+        sampled = np.concatenate([tree.inference_logprobs.numpy(force=True) for tree in trees])
+        scores = np.concatenate([tree.scores[scorer].logprobs.numpy(force=True) for tree in trees])
+        told = scores if mixing is None else mixing.permutation(scores)
+        every = np.ones(len(sampled), bool)
+        advantages = toward_teacher(np.zeros_like(sampled), told, sampled, every, 1.0)
+        parts = torch.from_numpy(advantages).to(self.model.device).split([len(tree.trained_index) for tree in trees])
+        return {
+            "learned_groups": len(batch.groups),
+            "scored_tokens": int(np.isfinite(scores).sum()),
+            "reverse_kl": float(np.nanmean(reverse_kl(sampled, scores, every))),
+            **self._learn(trees, parts),
+        }
+
+    def _learn(self, trees: Sequence[TreeBatch], advantages: Sequence[torch.Tensor]) -> dict[str, float]:
+        """One optimizer step; `advantages` has one of each tree's trained tokens."""
         tokens = sum(len(tree.trained_index) for tree in trees)
         self._optimizer.zero_grad()
         sums: Counter[str] = Counter()
-        for tree in trees:
-            sums.update(accumulate(self.model, tree, tokens, self._recipe, tree.advantages[tree.segment_index]))
+        for tree, given in zip(trees, advantages, strict=True):
+            sums.update(accumulate(self.model, tree, tokens, self._recipe, given))
         self._step()
-        return {
-            "learned_groups": len(groups),
-            "learned_tokens": tokens,
-            **{name: value / tokens for name, value in sums.items()},
-        }
+        return {"learned_tokens": tokens, **{name: value / tokens for name, value in sums.items()}}
 
     def _make_trees(self, batch: Batch, **selected: Any) -> list[TreeBatch]:
         trees = batch.tree(self._find_budget(batch), framework="torch", **selected)

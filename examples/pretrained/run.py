@@ -1,7 +1,8 @@
 """A pretrained model learns through an unmodified command-line agent: `python -m examples.pretrained.run --model smollm2 --agent pi`.
 
-First the model imitates demonstrations, which an expert made through the same agent; then it learns by GRPO on the training exercises and
-is judged on held-out ones. Everything is left in one folder, from which `--resume` goes on after whatever was killed:
+First the model imitates demonstrations, which an expert made through the same agent; then it learns by GRPO, or from a teacher's scores,
+on the training exercises and is judged on held-out ones. Everything is left in one folder, from which `--resume` goes on after whatever
+was killed:
 
     run.json          the settings                      demonstrations/   what `verbatim generate` wrote, with the expert
     model/            smollm2, converted                warm/             the policy that begins: version 0
@@ -51,7 +52,8 @@ SLOTS = ("--prepare", "2", "--ready", "4", "--run", "16", "--evaluate", "2", "--
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What makes a run; only `steps` may change when it goes on. `warm_start`: a folder with a policy to begin with, of another run."""
+    """What makes a run; only `steps` may change when it goes on. `warm_start`: a folder with a policy to begin with, of another run;
+    `teacher`: one with a policy to learn from."""
 
     agent: str
     model: str
@@ -68,6 +70,8 @@ class Settings:
     seed: int
     push: bool
     shuffle_rewards: bool
+    teacher: str | None
+    shuffle_scores: bool
 
 
 class Run:
@@ -87,7 +91,8 @@ class Run:
         if not (self.out / "warm").exists():
             await self._begin()
         if self._is_open():
-            self._console.print(f"GRPO from step {self.journal.done + 1} to {self._settings.steps}")
+            way = "distillation" if self._settings.teacher else "GRPO"
+            self._console.print(f"{way} from step {self.journal.done + 1} to {self._settings.steps}")
             await self._reinforce()
         draw_curves(self.out / "curves.png", [self.out])
 
@@ -146,7 +151,8 @@ class Run:
             ["--groups", own.groups, "--rollouts", own.rollouts, "--held-out", own.held_out],
             ["--held-out-every", own.held_out_every, "--learning-rate", own.learning_rate, "--seed", own.seed],
             ["--push" if own.push else "--no-push"],
-            ["--shuffle"] if own.shuffle_rewards else [],
+            ["--shuffle"] if own.shuffle_rewards or own.shuffle_scores else [],
+            ["--taught"] if own.teacher else [],
         )
         tokens = {"VERBATIM_ADMIN_TOKEN": served.admin_token, "VERBATIM_TRAINER_TOKEN": served.trainer_token}
         await self._finish("the trainer", "examples.pretrained.steps", words, tokens)
@@ -168,6 +174,7 @@ class Run:
             groups=own.groups,
             rollouts=own.rollouts,
             learning_rate=own.learning_rate,
+            teacher=own.teacher,
         )
 
     @staticmethod
@@ -273,14 +280,22 @@ def main(
     shuffle_rewards: Annotated[
         bool, typer.Option("--shuffle-rewards", help="The rollouts of a group exchange their rewards; the curve stays flat.")
     ] = False,
+    teacher: Annotated[
+        Path | None, typer.Option(help="The folder of a policy whose scores of the sampled tokens teach, in place of rewards.")
+    ] = None,
+    shuffle_scores: Annotated[
+        bool, typer.Option("--shuffle-scores", help="Each token gets the teacher's score of another; nothing is learned.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Default: demo-out-MODEL-AGENT, with the control behind it.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
 ) -> None:
     """Let a pretrained model learn through an agent. Exit code 0: it came to its end; 1: a part failed; 130: interrupted."""
     if agent not in AGENTS:
         raise typer.BadParameter(f"{agent!r} is none of {', '.join(AGENTS)}", param_hint="--agent")
-    control = ("" if push else "-no-push") + ("-shuffled" if shuffle_rewards else "")
-    folder = (out or Path(f"demo-out-{Path(model).name}-{agent}{control}")).resolve()
+    if shuffle_rewards if teacher else shuffle_scores:
+        raise typer.BadParameter("rewards teach without --teacher, scores with it: shuffle those that teach")
+    control = ("" if push else "-no-push") + ("-shuffled" if shuffle_rewards or shuffle_scores else "")
+    folder = (out or Path(f"demo-out-{Path(model).name}-{agent}{'-taught' if teacher else ''}{control}")).resolve()
     settings = Settings(
         agent=agent,
         model=model if model == SMOLLM2 else str(Path(model).resolve()),
@@ -297,6 +312,8 @@ def main(
         seed=seed,
         push=push,
         shuffle_rewards=shuffle_rewards,
+        teacher=str(teacher.resolve()) if teacher else None,
+        shuffle_scores=shuffle_scores,
     )
     open_run(folder, settings, resume=resume)
     sys.exit(exit_code(lambda console: asyncio.run(Run(folder, settings, console).go())))

@@ -1,4 +1,4 @@
-"""The trainer of a pretrained policy: GRPO in steps, which a killed run goes on with.
+"""The trainer of a pretrained policy: GRPO, or distillation from a teacher's scores, in steps, which a killed run goes on with.
 
 A step submits its tasks, leases the groups they become, recomputes their logprobs, learns from them, and puts weights and optimizer aside;
 its line in the journal makes it done. Only then are the weights pushed and the groups acknowledged. So each step is sampled by one version.
@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
+import numpy as np
 import typer
 
+from examples.demo.plan import TEACHER
 from examples.demo.trainer import ModelDir, Recipe, Url, WeightsDir
 from examples.learn.agents import AGENTS, CliAgent, make_task
 from examples.learn.exercises import KINDS
@@ -39,7 +41,8 @@ OPTIMIZER = "optimizer.pt"
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """`held_out` exercises are tried before the first step, after every `held_out_every` and after the last."""
+    """`held_out` exercises are tried before the first step, after every `held_out_every` and after the last. `taught`: what teaches are
+    the scores by TEACHER, not rewards; `shuffled`: other tokens', or other rollouts'."""
 
     agent: CliAgent
     steps: int
@@ -50,10 +53,13 @@ class Rules:
     seed: int
     push: bool
     shuffled: bool
+    taught: bool
 
     def make_tasks(self, step: int) -> list[dict[str, Any]]:
         exercises = draw_varied(random.Random(f"exercises {self.seed} {step}"), "train")
-        return [make_task(f"step-{step}-{number}", next(exercises), self.agent, self.rollouts) for number in range(self.groups)]
+        scores = {"scores": [TEACHER]} if self.taught else {}
+        names = [f"step-{step}-{number}" for number in range(self.groups)]
+        return [make_task(name, next(exercises), self.agent, self.rollouts) | scores for name in names]
 
     def make_held_out_tasks(self, step: int) -> list[dict[str, Any]]:
         """The same exercises at every step and for every seed."""
@@ -106,9 +112,7 @@ class Training:
             difference = self._policy.recompute(batch)
             compared = {"recomputed_tokens": difference.tokens, "largest_difference": difference.largest}
             watch.stop("recompute")
-            chance = random.Random(f"chance {self._rules.seed} {step}")
-            advantages = batch.advantages(shuffle_rewards(grpo, chance) if self._rules.shuffled else grpo)
-            learned = self._policy.reinforce(batch, advantages)
+            learned = self._learn(batch, step)
             watch.stop("learn")
             self._put_aside(step)
             watch.stop("save")
@@ -118,6 +122,14 @@ class Training:
                 self._push(step)
         for folder in (self._weights_dir, self._checkpoints):
             prune_versions(folder, step, KEPT)
+
+    def _learn(self, batch: Batch, step: int) -> dict[str, float]:
+        chance = random.Random(f"chance {self._rules.seed} {step}")
+        if self._rules.taught:
+            return self._policy.distil(
+                batch, TEACHER, np.random.default_rng(chance.getrandbits(32)) if self._rules.shuffled else None
+            )
+        return self._policy.reinforce(batch, batch.advantages(shuffle_rewards(grpo, chance) if self._rules.shuffled else grpo))
 
     def _put_aside(self, step: int) -> None:
         write_weights(self._policy.weights(), self._weights_dir, step)
@@ -225,10 +237,14 @@ def train(
     learning_rate: Annotated[float, typer.Option()],
     seed: Annotated[int, typer.Option()] = 0,
     push: Annotated[bool, typer.Option(help="Publish the weights after every step.")] = True,
-    shuffle: Annotated[bool, typer.Option(help="Give each rollout the reward of another of its group.")] = False,
+    shuffle: Annotated[
+        bool,
+        typer.Option(help="Give each rollout the reward of another of its group; if taught, each token the score of another."),
+    ] = False,
+    taught: Annotated[bool, typer.Option(help="Learn from a teacher's scores, whatever was earned.")] = False,
 ) -> None:
     """Train up to step `steps`. The tokens are read from VERBATIM_ADMIN_TOKEN, for the tasks, and VERBATIM_TRAINER_TOKEN."""
-    rules = Rules(AGENTS[agent], steps, groups, rollouts, held_out, held_out_every, seed, push, shuffle)
+    rules = Rules(AGENTS[agent], steps, groups, rollouts, held_out, held_out_every, seed, push, shuffle, taught)
     journal = Journal(results)
     journal.mend()
     done = journal.done

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import torch
 from examples.demo.tiny_model import make_tiny_model
 from examples.demo.trainer import Recipe, accumulate
 from examples.pretrained.policy import Policy
-from reconstruct.records import pack_ids, pack_logprobs
+from reconstruct.records import RAW, pack_ids, pack_logprobs
+from reconstruct.scores import unscored
 from tests.support.sessions.training_rows import groups, trajectory
 from trainer_client.advantages import grpo
 from trainer_client.batch import Batch
@@ -26,7 +29,7 @@ def model_dir(tmp_path: Path) -> Path:
     return make_tiny_model(tmp_path / "model", layers=2, hidden_size=64, initializer_range=0.1)
 
 
-def row(policy: Policy, name: str, sampled: list[int], reward: float, group: str = "g", shift: float = 0.0) -> Any:
+def row(policy: Policy, name: str, sampled: list[int], reward: float, group: str = "g", shift: float = 0.0, **more: Any) -> Any:
     """A row that the engine sampled under the policy's own weights, but for `shift` on its logprobs."""
     with torch.no_grad():
         scores = policy.model(torch.tensor([PROMPT + sampled])).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
@@ -39,7 +42,20 @@ def row(policy: Policy, name: str, sampled: list[int], reward: float, group: str
         logprobs=pack_logprobs([0.0] * len(PROMPT) + stored.tolist()),
         reward=reward,
         group_id=group,
+        **more,
     )
+
+
+def taught(policy: Policy, told: Mapping[str, Mapping[int, float]]) -> Batch:
+    """Rows whose sampled ids lie so much higher under the teacher."""
+    rows = []
+    for name, above in told.items():
+        made = row(policy, name, list(above), 1.0)
+        known = np.full(len(made.logprobs), np.nan, np.float32)
+        known[len(PROMPT) :] = made.logprobs[len(PROMPT) :] + np.array(list(above.values()), np.float32)
+        none = unscored(len(known), "teacher", RAW, "")
+        rows.append(replace(made, scores={"teacher": replace(none, logprobs=known)}))
+    return Batch(groups(rows), 0)
 
 
 def rewarded(policy: Policy) -> Batch:
@@ -81,6 +97,22 @@ def test_groups_that_teach_make_one_step_and_the_others_change_nothing(model_dir
     assert (learned["learned_groups"], learned["learned_tokens"]) == (2, 10)
     assert learned == other.reinforce(teaching, teaching.advantages(grpo))
     assert all(torch.equal(other.weights()[name], tensor) for name, tensor in policy.weights().items())
+
+
+def test_a_teacher_alone_gives_each_token_what_it_says_of_it(model_dir: Path) -> None:
+    """Whatever was earned, and nothing where it says nothing; the same numbers at other tokens are another step."""
+    told = {"a": {11: 0.5, 12: -2.0, 13: 0.0}, "b": {11: 0.5, 14: np.nan}, "c": {15: 1.25}}
+    policy, single, mixed = (Policy(model_dir, Recipe(1e-3, max_gradient=1e9, entropy_bonus=0.0)) for _ in range(3))
+    batch, advantages = taught(policy, told), iter([[0.5, -2.0, 0.0], [0.5, 0.0], [1.25]])
+    for at in range(len(batch)):
+        tree: Any = batch.tree(100, rows=[at], framework="torch")[0]
+        accumulate(single.model, tree, 6, Recipe(1e-3, entropy_bonus=0.0), torch.tensor(next(advantages)))
+    learned = policy.distil(batch, "teacher")
+    assert (learned["learned_groups"], learned["learned_tokens"], learned["scored_tokens"]) == (1, 6, 5)
+    assert learned["reverse_kl"] == pytest.approx(-(0.5 - 2.0 + 0.5 + 1.25) / 5, abs=1e-6)
+    assert torch.allclose(gradients(policy.model), gradients(single.model), atol=1e-6)
+    assert mixed.distil(batch, "teacher", np.random.default_rng(0))["reverse_kl"] == learned["reverse_kl"]
+    assert not torch.allclose(gradients(mixed.model), gradients(single.model), atol=1e-3)
 
 
 def test_recomputing_finds_the_one_token_that_is_off(model_dir: Path) -> None:

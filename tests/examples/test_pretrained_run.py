@@ -47,6 +47,8 @@ SETTINGS = Settings(
     seed=0,
     push=True,
     shuffle_rewards=False,
+    teacher=None,
+    shuffle_scores=False,
 )
 
 
@@ -160,7 +162,7 @@ def test_a_line_that_a_killed_writer_left_unfinished_is_cut_off(tmp_path: Path) 
 
 def test_a_steps_tasks_are_the_same_whenever_they_are_made() -> None:
     """So a task that was submitted before a kill is not another one afterwards."""
-    rules = Rules(AGENTS["pi"], 3, 2, 2, 5, 2, seed=7, push=True, shuffled=False)
+    rules = Rules(AGENTS["pi"], 3, 2, 2, 5, 2, seed=7, push=True, shuffled=False, taught=False)
     assert rules.make_tasks(2) == rules.make_tasks(2) != rules.make_tasks(3)
     assert rules.make_tasks(2) != replace(rules, seed=8).make_tasks(2)
     held_out = [[body["instruction"] for body in rules.make_held_out_tasks(step)] for step in (0, 2)]

@@ -6,11 +6,13 @@ import asyncio
 import itertools
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
+from examples.demo.plan import TEACHER
 from examples.demo.tiny_model import make_tiny_model
 from examples.demo.trainer import Recipe
 from examples.learn.agents import CliAgent
@@ -40,7 +42,9 @@ DEFINITION = {
     "env": {"OPENAI_BASE_URL": "{openai}", "OPENAI_API_KEY": "{api_key}"},
 }
 AGENT = CliAgent("asking", {"definition": DEFINITION}, "", [], "", "", ends_by_command=False, told="0")
-RULES = Rules(AGENT, steps=4, groups=2, rollouts=2, held_out=1, held_out_every=4, seed=0, push=True, shuffled=False)
+RULES = Rules(
+    AGENT, steps=4, groups=2, rollouts=2, held_out=1, held_out_every=4, seed=0, push=True, shuffled=False, taught=False
+)
 DEATHS = [(1, "before its line"), (2, "before the push"), (3, "before the acknowledgement"), (4, "during a trial")]
 
 
@@ -51,10 +55,17 @@ def engine() -> Iterator[ScriptedEngine]:
 
 
 @pytest.fixture
-async def world(engine: ScriptedEngine, redis_url: str, tmp_path: Path) -> AsyncIterator[World]:
+async def world(
+    engine: ScriptedEngine, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[World]:
+    """With a teacher, which scores sessions that ask for it."""
     require("bwrap")
-    async with serving_world(redis_url, engine.url, tmp_path) as world:
-        yield world
+    monkeypatch.setenv("VERBATIM_ADMIN_TOKEN", ADMIN)
+    monkeypatch.setenv("VERBATIM_TRAINER_TOKEN", TRAINER)
+    with ScriptedEngine("qwen3") as teacher:
+        engines, scorers = [engine.url, f"{TEACHER}={teacher.url}"], {TEACHER: {"policy": TEACHER}}
+        async with serving_world(redis_url, engines, tmp_path, scorers=scorers) as world:
+            yield world
 
 
 class Killed(BaseException):
@@ -86,14 +97,14 @@ class Dying(Training):
             raise Killed
 
 
-def train(world: World, model_dir: Path) -> None:
+def train(world: World, model_dir: Path, rules: Rules = RULES) -> None:
     """As `examples.pretrained.steps.train`, in a process that starts."""
     folder, journal = world.folder, Journal(world.folder / "results.jsonl")
     policy = Policy(model_dir, Recipe(1e-3))
     if done := journal.done:
         policy.load(folder / "weights" / f"version-{done}", folder / "checkpoints" / f"version-{done}" / OPTIMIZER)
     with connected(world.service.url) as (admin, client):
-        Dying(RULES, policy, journal, folder / "weights", folder / "checkpoints", admin, client).run()
+        Dying(rules, policy, journal, folder / "weights", folder / "checkpoints", admin, client).run()
 
 
 def list_folders(folder: Path) -> list[str]:
@@ -104,8 +115,6 @@ def list_folders(folder: Path) -> list[str]:
 async def test_a_trainer_that_dies_at_any_moment_goes_on_and_takes_every_group_once(
     engine: ScriptedEngine, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VERBATIM_ADMIN_TOKEN", ADMIN)
-    monkeypatch.setenv("VERBATIM_TRAINER_TOKEN", TRAINER)
     monkeypatch.setattr(Dying, "deaths", [*DEATHS])
     words = itertools.cycle(["yes", "no", "perhaps"])
 
@@ -129,3 +138,15 @@ async def test_a_trainer_that_dies_at_any_moment_goes_on_and_takes_every_group_o
         assert client.weights()["current"]["version"] == 4
         assert client.lease(max_groups=8) is None
     assert list_folders(tmp_path / "weights") == list_folders(tmp_path / "checkpoints") == ["version-3", "version-4"]
+
+
+async def test_a_teachers_scores_of_all_sampled_tokens_teach_whatever_was_earned(world: World, tmp_path: Path) -> None:
+    rules = replace(RULES, steps=1, held_out_every=1, taught=True)
+    model_dir = make_tiny_model(tmp_path / "model", layers=1, hidden_size=64)
+    async with world.node(f"steps-{uuid.uuid4().hex[:8]}"):
+        await asyncio.to_thread(train, world, model_dir, rules)
+    journal = Journal(tmp_path / "results.jsonl")
+    (line,) = journal.read("step")
+    assert line["rollouts"] == 4 and line["learned_groups"] == 2
+    assert line["scored_tokens"] == line["learned_tokens"] == line["sampled_tokens"] > 0
+    assert [line["step"] for line in journal.read("held-out")] == [0, 1]
