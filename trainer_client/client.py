@@ -311,6 +311,9 @@ class TrainerClient:
         if (folder := target_folder(directory, version)) in (in_use := checkpoints_in_use(served)):
             owner = f"the model {in_use[folder]!r}" if in_use[folder] else "the default model"
             raise UnpublishableWeights(f"{folder} holds weights of {owner} that are in use: give each model its own directory")
+        if folder.exists() and any(line.get("updating") for line in lines.values()):
+            # A trainer that was killed in a push begins again at its number while engines still read the folder.
+            raise VersionConflict(f"{folder} may be what a push that is running reads: wait until it has ended", status=409)
         root = lines[model]["current"].get("root")
         return None if root is None else str(root)
 

@@ -278,6 +278,18 @@ def test_another_models_checkpoint_is_not_replaced(service: ScriptedService, cli
     assert torch.equal(load_file(folder / "model.safetensors")["a"], small_state()["a"]) and not pushes(service)
 
 
+def test_what_a_push_that_is_running_may_read_is_not_replaced(
+    service: ScriptedService, client: TrainerClient, tmp_path: Path
+) -> None:
+    """A trainer that was killed in its push of version 8 begins again there: engines would hold the old bits, late ones the new."""
+    folder = write_weights(small_state(), tmp_path, 8)
+    service.script(CURRENT, json_answer({**served((7, "full", tmp_path / "version-7")), "updating": True}))
+    with pytest.raises(VersionConflict, match="version-8 may be what a push that is running reads"):
+        client.publish({"a": torch.zeros(4)}, 8, directory=tmp_path)
+    assert torch.equal(load_file(folder / "model.safetensors")["a"], small_state()["a"]) and not pushes(service)
+    client.publish({"a": torch.zeros(4)}, 9, directory=tmp_path)
+
+
 def test_what_an_engine_may_still_get_is_not_removed(service: ScriptedService, client: TrainerClient, tmp_path: Path) -> None:
     """Another model's checkpoint, and the full weights below an adapter."""
     for version in range(1, 9):

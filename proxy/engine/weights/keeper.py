@@ -153,7 +153,12 @@ class WeightKeeper:
         # Of a version sent over NCCL, the path is a whole checkpoint; of a delta, it leads to its anchor.
         kind: Kind = "delta" if current.kind == "delta" else "full"
         push = Push(current.version, current.path, kind, policy=replica.policy)
-        await update_replica(api, replica, push, Guard(lock.check))
+
+        def agree(root: str | None) -> None:
+            if current.root not in (None, root):
+                raise EngineFailed(f"{current.path} holds other weights by now than were pushed as version {current.version}")
+
+        await update_replica(api, replica, push, Guard(lock.check, agree))
         replica.weight_version = current.version
 
     async def _repair(self, replica: Replica, current: WeightState, held: str, load: Callable[[], Awaitable[None]]) -> None:

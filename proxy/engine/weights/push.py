@@ -215,9 +215,9 @@ class WeightUpdater:
         watch: Watcher,
     ) -> ReplicaPush:
         outcome = ReplicaPush(replica.name, watch)
-        guard = Guard(lock.check, commit, tell=outcome.tell)
+        guard = Guard(lock.check, commit.agree, commit=commit, tell=outcome.tell)
         if meeting is not None:
-            guard = Guard(lock.check, commit, lambda: meeting.arrive(replica.name), outcome.tell)
+            guard = replace(guard, together=lambda: meeting.arrive(replica.name))
         try:
             await self._keeper.refuse_router(replica)
             api = self._keeper.api(replica, identity, lock.fence)
@@ -379,7 +379,14 @@ class Commit:
         self._fence = fence
         self._turn = asyncio.Lock()
         self._asked = False
+        self._agreed: list[str | None] = []
         self.done = False
+
+    def agree(self, root: str | None) -> None:
+        """Raises EngineFailed if a replica before has read other weights: a path may be another folder on each machine."""
+        self._agreed.append(root)
+        if root != self._agreed[0]:
+            raise EngineFailed(f"{self._state.path} holds other weights for this replica than for another one")
 
     async def __call__(self, root: str | None) -> None:
         async with self._turn:

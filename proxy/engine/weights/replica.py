@@ -35,10 +35,12 @@ async def _do_nothing(root: str | None = None) -> None: ...
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """The hooks of an update. `check` raises once the push lock is lost; `together` returns when every replica that must load at the
-    same time is ready to; `commit` makes the version current, with the root of its weights; `tell` is called with each step."""
+    """The hooks of an update. `check` raises once the push lock is lost; `agree` unless that root is the version's; `together` returns
+    when every replica that must load at the same time is ready to; `commit` makes the version current, with its root; `tell` is called
+    with each step."""
 
     check: Callable[[], None]
+    agree: Callable[[str | None], None] = lambda root: None
     commit: Callable[[str | None], Awaitable[None]] = _do_nothing
     together: Callable[[], Awaitable[None]] = _do_nothing
     tell: Callable[[Step], None] = lambda step: None
@@ -60,6 +62,7 @@ async def update_replica(api: WeightApi, replica: Replica, push: Push, guard: Gu
     async with hold_claim(api, required=True):
         before, root = await _prepare(api, push)
         guard.check()
+        guard.agree(root)
         try:
             guard.tell("pausing")
             await api.pause(push.mode)

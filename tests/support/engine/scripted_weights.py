@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from contract.deltas import has_digests, is_delta, read_chain
+from contract.tensor_files import BrokenWeights
 from tests.support.engine.scripted_sampling import Fail, Sampler
 
 if TYPE_CHECKING:
     from tests.support.engine.scripted_engine import Exchange, Route
 
 
-Step = Literal["check", "pause", "start", "update", "finish", "adapter", "resume"]
+Step = Literal["prepare", "check", "pause", "start", "update", "finish", "adapter", "resume"]
 
 
 @dataclass
@@ -157,7 +159,8 @@ class ScriptedWeights:
         info = body["update_info"]
         await self._held("update", done=False)
         error = self._claims.refusal(info.get("owner", ""), info.get("fence", 0))
-        error = error or self.refuse_update or (None if "transfer" in info else _missing(info["path"]))
+        refused, held = (None, {}) if "transfer" in info else _open(info["path"], None)
+        error = error or self.refuse_update or refused
         if not error and not (self.paused and self.updating):
             self.broken.append("update")
         self.refuse_update = None
@@ -175,6 +178,9 @@ class ScriptedWeights:
                 "version": info.get("version"),
                 "updates": updates,
                 "error": None,
+                "kind": "full",
+                "root": None,
+                **held,
             }
         self.loaded, self._received = {**self.loaded, **loaded, "claimed_by": None}, True
         await self._held("update", done=True)
@@ -231,14 +237,17 @@ class ScriptedWeights:
             refused, self.refuse_check = self.refuse_check, None
             await exchange.answer({"results": [{"error": "the engine is not in the group" if outside else refused}]})
         elif body.get("method") == "verbatim_prepare":
-            ticket, path, _ = body["args"]
+            ticket, path, kind = body["args"]
             if ticket != self._ticket:
                 self._ticket = ticket
+                await self._held("prepare", done=True)
                 await exchange.answer({"results": [{"done": False}]})
                 return
             await self._held("check", done=False)
-            refused, self.refuse_check = self.refuse_check or self.refuses or _missing(path), None
-            await exchange.answer({"results": [{"done": True, "error": refused} | ({} if refused else {"root": None})]})
+            refused, held = _open(path, kind)
+            refused, self.refuse_check = self.refuse_check or self.refuses or refused, None
+            told = {} if refused else {"root": held["root"]}
+            await exchange.answer({"results": [{"done": True, "error": refused, **told}]})
         else:
             await exchange.fail(Fail(500, f"Call to collective_rpc method failed: {body.get('method')}"))
 
@@ -271,3 +280,18 @@ class ScriptedClaims:
 
 def _missing(path: str) -> str | None:
     return None if Path(path).exists() else f"{path} does not exist on the engine's machine"
+
+
+def _open(path: str, kind: str | None) -> tuple[str | None, dict[str, Any]]:
+    """Why the path is refused as that kind, or what it holds, by its headers alone: as `proxy.engine.in_vllm.sources.open_source`."""
+    folder = Path(path)
+    found = "delta" if is_delta(folder) else "full"
+    if missing := _missing(path):
+        return missing, {}
+    if kind not in (None, found):
+        return f"{path} holds {'a' if found == 'delta' else 'no'} delta: push it as kind {found}", {}
+    try:
+        root = read_chain(folder).root if found == "delta" or has_digests(folder) else None
+    except BrokenWeights as error:
+        return str(error), {}
+    return None, {"kind": found, "root": root}

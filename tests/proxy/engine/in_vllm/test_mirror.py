@@ -6,50 +6,19 @@ import multiprocessing
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from contract.deltas import (
-    DELTA,
-    DIGESTS,
-    State,
-    encode_delta,
-    read_chain,
-    read_digests,
-    root_of,
-    stamp,
-    verify,
-    write_delta,
-    write_digests,
-)
-from contract.tensor_files import BrokenWeights, Tensor, map_tensors, read_header, write_file
+from contract.deltas import DELTA, DIGESTS, State, read_chain, read_digests, verify
+from contract.tensor_files import BrokenWeights, map_tensors, read_header
 from proxy.engine.in_vllm.mirror import BUILDING, CURRENT, Mirror
+from tests.support.engine.delta_versions import write_chain
 from tests.support.full_disk import disk_with_room_for
-
-
-def make_version(folder: Path, before: State | None, seed: int) -> State:
-    """An anchor, or the delta on `before`: `still` is the same in all versions, `w` differs."""
-    values = np.random.default_rng(seed).integers(0, 1 << 16, 3000, "u2")
-    tensors = {"still": Tensor("BF16", (3000,), np.arange(3000, dtype="u2")), "w": Tensor("BF16", (3000,), values)}
-    folder.mkdir()
-    if before is None:
-        sizes = {name: (each.dtype, each.shape) for name, each in tensors.items()}
-        write_file(folder / "model.safetensors", sizes, tensors.items())
-        return write_digests(folder, {name: stamp(each) for name, each in tensors.items()}, seed)
-    old = np.random.default_rng(before.version).integers(0, 1 << 16, 3000, "u2")
-    delta = encode_delta({**tensors, "w": Tensor("BF16", (3000,), old)}, before.stamps, tensors, most_bytes=1 << 20)
-    assert delta is not None
-    write_delta(folder, delta, seed, before)
-    return State(folder, seed, root_of(delta.stamps), delta.stamps)
 
 
 @pytest.fixture
 def versions(tmp_path: Path) -> list[State]:
     """Versions 1 to 4; the first is an anchor."""
-    states: list[State] = []
-    for number in range(1, 5):
-        states.append(make_version(tmp_path / f"version-{number}", states[-1] if states else None, number))
-    return states
+    return write_chain(tmp_path, 4)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """A process that dies, or stands still, in the middle of a push: another one takes over, and every replica ends on one version.
 
 The victim is a `verbatim serve` of its own, killed with SIGKILL while an engine holds one step of the push; the survivor is a pool
-with its updater on the same store. The victim's lock is made to run out rather than waited for.
+with its updater on the same store. The victim's lock is made to run out rather than waited for. In the end an engine dies instead.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import httpx
 import pytest
 import redis
 
+from contract.deltas import has_digests, read_chain
 from proxy.engine.weights.keeper import PushLock
 from proxy.engine.weights.replica import Guard, Push, ReplicaLeft, update_replica
 from proxy.engine.weights.vllm import Claim, WeightApi
 from proxy.errors import Conflict, StoreUnavailable
 from proxy.store import keys
 from proxy.store.service import WeightStore
+from tests.support.engine.delta_versions import write_chain
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.engine.scripted_weights import Hold, Step
 from tests.support.engine.weight_fixtures import Service, serving, until
@@ -44,6 +46,18 @@ def checkpoints(tmp_path: Path) -> Callable[[int], str]:
     return made
 
 
+Versions = Callable[[int], tuple[str, str]]
+
+
+@pytest.fixture
+def versions(kind: str, tmp_path: Path, checkpoints: Callable[[int], str]) -> Versions:
+    """The path and the kind of a version, of which the first is whole."""
+    if kind == "full":
+        return lambda version: (checkpoints(version), "full")
+    states = write_chain(tmp_path, 3)
+    return lambda version: (str(states[version - 1].folder), "full" if version == 1 else "delta")
+
+
 class Victim:
     """A service and the push that it is told to make."""
 
@@ -51,8 +65,8 @@ class Victim:
         self._serving = serving
         self.answer: dict[str, Any] | None = None
 
-    def push(self, version: int, path: str) -> None:
-        self._thread = threading.Thread(target=self._ask, args=({"version": version, "path": path},))
+    def push(self, version: int, path: str, kind: str = "full") -> None:
+        self._thread = threading.Thread(target=self._ask, args=({"version": version, "path": path, "kind": kind},))
         self._thread.start()
 
     def send(self, number: int) -> None:
@@ -106,6 +120,7 @@ def assert_consistent(engines: list[ScriptedEngine], version: int) -> None:
 
 
 STEPS: list[tuple[Step, bool]] = [
+    ("prepare", True),
     ("check", False),
     ("pause", False),
     ("pause", True),
@@ -124,13 +139,17 @@ LEFT_BEHIND: list[tuple[Step, bool]] = [
 ]
 
 
-def cell(step: Step, done: bool, held: int) -> Any:
+KINDS = ("full", "delta")
+
+
+def cell(step: Step, done: bool, held: int, kind: str) -> Any:
     standing = "one replica is behind" if held == 1 else "all stand there"
-    return pytest.param(step, done, held, id=f"{step}-{'done' if done else 'sent'}-{standing}")
+    return pytest.param(step, done, held, kind, id=f"{step}-{'done' if done else 'sent'}-{standing}-{kind}")
 
 
 @pytest.mark.parametrize(
-    ("step", "done", "held"), [cell(*at, held=2) for at in STEPS] + [cell(*at, held=1) for at in LEFT_BEHIND]
+    ("step", "done", "held", "kind"),
+    [cell(*at, held=2, kind=kind) for at in STEPS for kind in KINDS] + [cell(*at, held=1, kind="delta") for at in LEFT_BEHIND],
 )
 async def test_a_push_whose_process_is_killed_is_finished_or_undone_by_another(
     step: Step,
@@ -140,13 +159,13 @@ async def test_a_push_whose_process_is_killed_is_finished_or_undone_by_another(
     engines: list[ScriptedEngine],
     weights: WeightStore,
     redis_url: str,
-    checkpoints: Callable[[int], str],
+    versions: Versions,
 ) -> None:
     """When a replica has come so far as to be labelled, the others follow it; otherwise all go back to what they had."""
     async with serving(weights, *(engine.url for engine in engines)) as service:
-        assert (await service.updater.push(1, checkpoints(1)))["applied"]
+        assert (await service.updater.push(1, *versions(1)))["applied"]
         holds = [engine.weights.hold(step, done=done) for engine in engines[:held]]
-        victim.push(2, checkpoints(2))
+        victim.push(2, *versions(2))
         await until(lambda: all(hold.reached.is_set() for hold in holds), lambda: victim.answer)
         if held == 1:
             await until(lambda: engines[1].weights.labels[-1] == "2" and not engines[1].weights.paused, lambda: victim.answer)
@@ -160,16 +179,42 @@ async def test_a_push_whose_process_is_killed_is_finished_or_undone_by_another(
             await until_all_serve(service, engines, expected)
         release(holds)
         await until_all_serve(service, engines, expected)
-        assert (await weights.current()).version == expected
+        await assert_current(weights, expected, *versions(expected))
         assert_consistent(engines, expected)
-        assert (await service.updater.push(expected + 1, checkpoints(expected + 1)))["applied"]
+        assert (await service.updater.push(expected + 1, *versions(expected + 1)))["applied"]
         await until_all_serve(service, engines, expected + 1)
         assert_consistent(engines, expected + 1)
+
+
+async def assert_current(weights: WeightStore, version: int, path: str, kind: str) -> None:
+    """And with a delta's root, which an engine that comes late has to find."""
+    state, root = await weights.current(), read_chain(Path(path)).root if has_digests(Path(path)) or kind == "delta" else None
+    assert (state.version, state.path, state.kind, state.root) == (version, path, kind, root)
 
 
 def release(holds: list[Hold]) -> None:
     for hold in holds:
         hold.released.set()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("step", "done"), [pytest.param(*at, id=f"{at[0]}-{'done' if at[1] else 'sent'}") for at in STEPS])
+async def test_an_engine_that_is_killed_in_a_push_holds_the_current_weights_when_it_serves_again(
+    step: Step, done: bool, weights: WeightStore, versions: Versions
+) -> None:
+    with ScriptedEngine() as engine:
+        async with serving(weights, engine.url) as service:
+            assert (await service.updater.push(1, *versions(1)))["applied"]
+            hold, port = engine.weights.hold(step, done=done), engine.port
+            push = asyncio.create_task(service.updater.push(2, *versions(2)))
+            await until(hold.reached.is_set, engine.paths)
+            await asyncio.to_thread(engine.stop)
+            answer, expected = await push, 2 if step == "resume" else 1
+            assert answer["applied"] == (expected == 2) and not next(iter(answer["replicas"].values()))["ok"]
+            with ScriptedEngine().start(port) as again:
+                await until_all_serve(service, [again], expected)
+                assert_consistent([again], expected)
+                await assert_current(weights, expected, *versions(expected))
 
 
 async def test_a_process_that_stood_still_cannot_go_on_with_its_push_once_another_has_taken_over(

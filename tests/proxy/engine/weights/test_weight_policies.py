@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from contract.deltas import write_digests
 from proxy.engine.pool.pool import EnginePool
 from proxy.engine.weights.keeper import WeightMetrics
 from proxy.engine.weights.push import WeightUpdater
 from proxy.errors import Conflict, NotFound, RequestError
 from proxy.settings import Settings
 from proxy.store.service import WeightState, WeightStore
+from tests.support.engine.delta_versions import write_chain
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.engine.scripted_sampling import Fail
 from tests.support.engine.weight_fixtures import Service, until
@@ -102,6 +104,37 @@ async def test_a_restarted_replica_is_given_the_weights_of_its_own_policy(
         assert engines[0].weights.loaded["path"] == str(tmp_path)
         assert engines[0].weights.label == "8"
         assert 'verbatim_weight_repairs_total{outcome="done",policy="critic"} 1.0' in shown(registry)
+
+
+async def test_a_restarted_replica_is_given_the_bits_that_were_pushed_or_none(
+    engines: list[ScriptedEngine], weights: WeightStore, tmp_path: Path
+) -> None:
+    """A trainer that begins again writes the number anew: another replica that holds it would sample under the same version."""
+    anchor, delta = write_chain(tmp_path, 2)
+    await weights.advance(WeightState(2, str(delta.folder), "delta", root=anchor.root))
+    async with serving_policies(weights, engines[:1], [""]) as (service, _):
+        says = "holds other weights by now than were pushed as version 2"
+        await until(lambda: says in service.pool.replicas[0].reason, lambda: service.pool.replicas[0].reason)
+        assert engines[0].weights.loaded["updates"] == 0 and not service.pool.replicas[0].healthy
+        assert (await service.updater.push(3, str(delta.folder), "delta"))["applied"]
+        assert (await weights.current()).root == delta.root
+
+
+async def test_replicas_that_read_other_weights_at_the_same_path_do_not_serve_them_as_one_version(
+    engines: list[ScriptedEngine], weights: WeightStore, tmp_path: Path
+) -> None:
+    """Their machines have folders of their own by that name, or it was written anew while the first one read it."""
+    (anchor,) = write_chain(tmp_path, 1)
+    async with serving_policies(weights, engines, ["", ""]) as (service, _):
+        hold = engines[1].weights.hold("check", done=False)
+        push = asyncio.create_task(service.updater.push(2, str(anchor.folder)))
+        await until(lambda: engines[0].weights.label == "2" and hold.reached.is_set(), lambda: engines[0].weights.labels)
+        write_digests(anchor.folder, {**anchor.stamps, "w": anchor.stamps["still"]}, 1)
+        hold.released.set()
+        answer = await push
+        first, second = (replica.name for replica in service.pool.replicas)
+        assert answer["applied"] and answer["replicas"][first]["ok"] and not answer["replicas"][second]["ok"]
+        assert not service.pool.replicas[1].healthy and engines[1].weights.label != "2"
 
 
 async def test_an_update_that_was_begun_before_is_not_begun_again(
