@@ -4,7 +4,7 @@ One vLLM with a mirror in memory, in float32 on a CPU; what is published are the
 (`make .cache/smollm2/installed`), or else of a random model, in turn whole and as a delta. Each version changes one element in a hundred by
 a few of its last bits, as a step of training does. `encode` is the trainer's time to compare and write, `push` the service's; all of it but
 the pause is the preparation. A client streams one reply after the other: `gap` is the longest time without text while the push was
-prepared, beside the same before each push.
+prepared, beside the same over as long a time after it.
 
     python -m benchmarks.delta [--quick]
 """
@@ -24,13 +24,15 @@ from typing import Any
 
 from benchmarks.processes import ROOT, redis_server, request, serving
 from benchmarks.results import Grid, main, number, progress
-from benchmarks.weights import LAYERS, QUICK_LAYERS, STEADY_SECONDS, WIDTH, Load, longest_silence
+from benchmarks.weights import LAYERS, QUICK_LAYERS, WIDTH, Load, longest_silence
 from examples.demo.tiny_model import make_tiny_model
 from examples.pretrained.smollm2 import GGUF, with_packages
 from examples.vllm_server import VllmServer, free_port, vllm_command
 
 CHANGED = 100
 """Of so many elements one changes in a step."""
+SETTLE_SECONDS = 1.0
+"""After a push the context of the reply is computed again."""
 NAMES = ("bytes", "encode_seconds", "prepare_seconds", "paused_seconds", "gap_seconds", "base_gap_seconds")
 
 
@@ -97,8 +99,6 @@ class Trainer:
         self._train()
         self._version += 1
         began = time.monotonic()
-        time.sleep(STEADY_SECONDS)
-        steady = time.monotonic()
         options: dict[str, Any] = {"anchor_every": 1000 if delta else 1, "config": None, "shard_bytes": 5 * 10**9}
         folder, kind = self._writer.write(self._weights, self._directory, self._version, served_root=self._root, **options)
         start = time.monotonic()
@@ -110,16 +110,22 @@ class Trainer:
         self._writer.confirm()
         self._root = request(self._url, "GET", "/weights", None)["current"]["root"]
         (replica,) = answer["replicas"].values()
-        prepared = end - replica["paused_seconds"]
+        length = end - replica["paused_seconds"] - start
+        time.sleep(SETTLE_SECONDS)
+        steady = time.monotonic()
+        time.sleep(length)
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         return {
             "bytes": size,
-            "encode_seconds": start - steady,
-            "prepare_seconds": prepared - start,
+            "encode_seconds": start - began,
+            "prepare_seconds": length,
             "paused_seconds": replica["paused_seconds"],
-            "gap_seconds": longest_silence(self._load.between(start, prepared), start, prepared),
-            "base_gap_seconds": longest_silence(self._load.between(began, steady), began, steady),
+            "gap_seconds": self._find_gap(start, length),
+            "base_gap_seconds": self._find_gap(steady, length),
         }
+
+    def _find_gap(self, start: float, seconds: float) -> float:
+        return longest_silence(self._load.between(start, start + seconds), start, start + seconds)
 
     def _train(self) -> None:
         import torch

@@ -4,8 +4,8 @@
 
 A trainer publishes the bfloat16 weights of a tiny model, one element in a hundred changed each time. In a third of the pushes one of the
 three gets SIGKILL, at a random moment after the trainer began to publish, and is started again. The weights of a version depend on its
-number alone, so a trainer that begins again goes on from what the service says. In the end the mirror must hold the last version's bits,
-and the engine's logprobs must agree with transformers on a checkpoint of it that was saved whole.
+number alone, so a trainer that begins again goes on from what the service says. It ends with deltas, one after the other: the mirror must
+hold the bits of the last one, and the engine's logprobs must agree with transformers on a checkpoint of it that was saved whole.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ VICTIMS = ("service", "trainer", "service", "trainer", "engine", "trainer", "ser
 KILL_EVERY = 3
 LATEST_SECONDS = 1.0
 """After the trainer began to publish."""
+DELTAS_AT_THE_END = 3
 PROMPT = list(range(20, 60))
 
 
@@ -48,7 +49,7 @@ def weights_of(model: Path, version: int) -> dict[str, Any]:
 
 
 def train(url: str, model: Path, directory: Path, pushes: int) -> None:
-    """Publishes until that version serves, and says on its standard output what it does."""
+    """Publishes until that version serves and the last ones were deltas, and says on its standard output what it does."""
     from contract.deltas import is_delta
     from contract.errors import ClientError
     from trainer_client import TrainerClient
@@ -56,18 +57,20 @@ def train(url: str, model: Path, directory: Path, pushes: int) -> None:
     def tell(**line: Any) -> None:
         print(json.dumps(line), flush=True)
 
+    deltas = 0
     with TrainerClient(url, ADMIN + "-trainer") as client:
         while True:
             try:
                 version = int(client.weights()["current"]["version"]) + 1
-                if version > pushes:
+                if version > pushes and deltas >= DELTAS_AT_THE_END:
                     return
                 weights = weights_of(model, version)
                 tell(pushing=version)
                 push = client.publish(
                     weights, version, directory=directory, delta=True, anchor_every=10, keep_last=2, config=model
                 )
-                tell(applied=version, kind="delta" if is_delta(Path(push.path)) else "full")
+                deltas = deltas + 1 if is_delta(Path(push.path)) else 0
+                tell(applied=version, kind="delta" if deltas else "full")
             except ClientError as error:
                 tell(failed=str(error))
                 time.sleep(0.5)
@@ -128,7 +131,7 @@ def survive(pushes: int, seed: int) -> dict[str, Any]:
                 found["applied"][told["kind"]] += 1
             elif "failed" in told:
                 found["failed"][told["failed"].partition(":")[0][:60]] += 1
-            elif told["pushing"] % KILL_EVERY == 0 and told["pushing"] not in done:
+            elif told["pushing"] <= pushes and told["pushing"] % KILL_EVERY == 0 and told["pushing"] not in done:
                 done.add(told["pushing"])
                 victim = VICTIMS[len(done) % len(VICTIMS)]
                 time.sleep(chance.uniform(0, LATEST_SECONDS))
@@ -136,13 +139,13 @@ def survive(pushes: int, seed: int) -> dict[str, Any]:
                 found["kills"][victim] += 1
                 print(f"killed the {victim}", flush=True)
         assert parts.trainer.wait() == 0, "the trainer failed"
-        judged = judge(parts, pushes)
+        judged = judge(parts)
         end(parts.service)
     return {"pushes": pushes, "seed": seed, "seconds": round(time.monotonic() - began), **found, **judged}
 
 
-def judge(parts: Parts, version: int) -> dict[str, Any]:
-    """What the engine serves in the end, against a checkpoint of the version that was saved whole."""
+def judge(parts: Parts) -> dict[str, Any]:
+    """What the engine serves in the end, against a checkpoint of that version that was saved whole."""
     import numpy as np
 
     from contract.tensor_files import map_tensors
@@ -150,12 +153,16 @@ def judge(parts: Parts, version: int) -> dict[str, Any]:
     from tests.support.engine.weight_fixtures import Judge, generate
     from trainer_client.publish import write_weights
 
-    assert request(parts.url, "GET", "/weights")["current"]["version"] == version
+    current = request(parts.url, "GET", "/weights")["current"]
+    version = current["version"]
+    assert current["kind"] == "delta", current
     truth = write_weights(weights_of(parts.model, version), parts.folder / "truth", version, config=parts.model)
     held, whole = map_tensors((parts.mirror / CURRENT).resolve()), map_tensors(truth)
     said = asyncio.run(generate(parts.engine.url, PROMPT, 32))
     assert said.spans == [(str(version), 0, 32)], said.spans
     return {
+        "judged_version": version,
+        "judged_kind": current["kind"],
         "tensors": len(whole),
         "differing_tensors": [name for name in whole if not np.array_equal(whole[name].data, held[name].data)],
         "largest_logprob_error": Judge().largest_error(truth, said),
