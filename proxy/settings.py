@@ -331,11 +331,12 @@ class Settings(BaseSettings):
     """Who is asked for the logprobs of sampled tokens, by names that sessions use in `scores`:
     {"teacher": {"policy": "teacher", "top_k": 8, "at": "close", "required": true}}. `policy`: whose engines; "" is the default policy.
     `at`: close, of sessions that name it; demand; or call, which asks the policy that sampled while its version serves. `when`: always, or
-    of calls under a grammar. `top_k`: so many alternatives a token. `required`: a session without its scores is not usable."""
+    of calls under a grammar. `prompt`: sampled, or hindsight, which has the call's hint, too. `top_k`: so many alternatives a token.
+    `required`: a session without its scores is not usable."""
     judges: dict[ScorerName, TurnJudge] = Field(default_factory=dict)
     """Who is asked for a reward of each call of a closed session that names it in `scores`: {"prm": {"url":
-    "http://judge:9000/turn"}}, or a frozen `model` of the pool with so many `votes`. `required`: a session without its verdicts is not
-    usable. `timeout_seconds`: of one question to a url."""
+    "http://judge:9000/turn"}}, or a frozen `model` of the pool with so many `votes`, which is asked for `hints`, too. `required`: a session
+    without its verdicts is not usable. `timeout_seconds`: of one question to a url."""
     scoring: ScoringLimits = ScoringLimits()
     """What scoring may take. `at_once`: sessions that one process scores at a time, each with one request to an engine. `timeout_seconds`:
     how long a session's scores are tried for; then its tokens stay without, and the reason is stored. `request_seconds`: how long one

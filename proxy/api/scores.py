@@ -97,7 +97,9 @@ class Feedback(
     responses={
         204: {"description": "noted"},
         404: {"description": "the session has no such call (`not_found`)"},
-        409: {"description": "a trainer has leased the session: its rewards are fixed (`conflict`)"},
+        409: {
+            "description": "a trainer has leased the session: its rewards are fixed; or the call was scored with its hint (`conflict`)"
+        },
     },
 )
 async def give_feedback(
@@ -106,15 +108,27 @@ async def give_feedback(
     """What a person says of a call, while the session is open or afterwards: it counts before what judges say, and replaces earlier
     feedback on the call. An evaluator's reward of the call counts before it."""
     state = await closing.load_session(services, session_id)
-    if body.reward is None and not body.hint:
+    hint = body.hint.strip()
+    if body.reward is None and not hint:
         raise RequestError("reward: feedback has a reward or a hint", param="reward")
     calls, _ = await asyncio.to_thread(decode_records, await services.sessions.load_records(session_id))
     if body.call_id not in {call.call_id for call in calls}:
         raise UnknownCall(f"session {session_id} has no call {body.call_id}", param="call_id")
+    earlier = state.verdicts.get(FEEDBACK + body.call_id)
+    if hint != (earlier.hints.get(body.call_id, "") if earlier else ""):
+        await _refuse_used(services, session_id, body.call_id)
     scores = {} if body.reward is None else {body.call_id: body.reward}
-    verdicts = Verdicts(scores, {body.call_id: body.hint} if body.hint else {})
+    verdicts = Verdicts(scores, {body.call_id: hint} if hint else {})
     await services.sessions.note_verdicts(session_id, state.info.created_at, FEEDBACK + body.call_id, verdicts)
     return Response(status_code=204)
+
+
+async def _refuse_used(services: Services, session_id: str, call_id: str) -> None:
+    """Raises Conflict if the call has a score that was computed with its hint: another one would stand beside a score that is not its."""
+    scorers = services.settings.scorers
+    for name, score in (await services.scores.load(session_id)).get(call_id, {}).items():
+        if name in scorers and scorers[name].in_hindsight and not score.error:
+            raise Conflict(f"call {call_id} was scored by {name} with the hint that it has: that one stays")
 
 
 async def _describe(services: Services, state: SessionState) -> dict[str, Any]:

@@ -164,10 +164,10 @@ def read_number(answer: str) -> int:
 async def ask_model(
     pool: EnginePool, session_id: str, model: str, question: str, answers: Sequence[str], temperature: float = 0.0
 ) -> str:
-    """What the model answers, one of the texts if its engine can be told; `session_id` is whose engine is preferred. Raises VerbatimError,
-    and ChooserFailed if the answer broke off."""
+    """What the model answers, one of the texts, if there are any and its engine can be told; `session_id` is whose engine is preferred.
+    Raises VerbatimError, and ChooserFailed if the answer broke off."""
     message = {"role": "user", "content": question}
-    forward = {"structured_outputs": {"choice": list(answers)}}
+    forward = {"structured_outputs": {"choice": list(answers)}} if answers else {}
     sampling = {"temperature": temperature, "max_tokens": JUDGE_TOKENS}
     history = [HistoryMessage(message, digest_message(message))]
     request = Request("chat", model, history, sampling=sampling, forward=forward, stream=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from proxy.call.lookahead import ask_model, read_number, shorten
@@ -27,6 +28,8 @@ INSTRUCTION = """Below is a conversation of an AI agent, then its next message, 
 agent's task? Answer with a number from 0 (it did harm) to 10 (nothing could have been better) and nothing else."""
 BEST = 10
 _ANSWERS = [str(number) for number in range(BEST + 1)]
+HINT_INSTRUCTION = """Below is a conversation of an AI agent, then its next message, then what came of that. What should the agent have been
+told before it wrote the message? Answer with one to three sentences to the agent, or with NONE if the message could not be better."""
 MOST_HINT = 4096
 """Characters of a hint."""
 
@@ -69,16 +72,26 @@ def _describe(state: SessionState, forest: Forest, call: Call) -> dict[str, Any]
 async def _vote(services: Services, judge: TurnJudge, session_id: str, shown: Mapping[str, Any]) -> tuple[float, str]:
     if judge.url is not None:
         return await _ask_endpoint(services, judge.url, judge.timeout_seconds, shown)
-    conversation = shorten("\n".join(json.dumps(each, ensure_ascii=False) for each in shown["messages"]))
-    reply, following = (json.dumps(shown[name], ensure_ascii=False) for name in ("reply", "next"))
-    question = f"{INSTRUCTION}\n\n{conversation}\n\nThe message:\n{reply}\n\nWhat came of it:\n{shorten(following)}"
     # Votes of a judge that always answers the same would be one.
     temperature = 0.0 if judge.votes == 1 else 1.0
-    answer = await ask_model(services.pool, session_id, judge.model or "", question, _ANSWERS, temperature)
-    number = read_number(answer)
+    case = _write_case(shown)
+    ask = partial(ask_model, services.pool, session_id, judge.model or "", temperature=temperature)
+    number = read_number(await ask(f"{INSTRUCTION}\n\n{case}", _ANSWERS))
     if not 0 <= number <= BEST:
         raise ChooserFailed(f"the judge answered {number}, which is not from 0 to {BEST}")
-    return number / BEST, ""
+    return number / BEST, _read_hint(await ask(f"{HINT_INSTRUCTION}\n\n{case}", ())) if judge.hints else ""
+
+
+def _write_case(shown: Mapping[str, Any]) -> str:
+    conversation = shorten("\n".join(json.dumps(each, ensure_ascii=False) for each in shown["messages"]))
+    reply, following = (json.dumps(shown[name], ensure_ascii=False) for name in ("reply", "next"))
+    return f"{conversation}\n\nThe message:\n{reply}\n\nWhat came of it:\n{shorten(following)}"
+
+
+def _read_hint(text: str) -> str:
+    """As much of it as is kept, without what no store can write; "" for an answer that says that there is none."""
+    hint = text.encode("utf-8", "replace").decode()[:MOST_HINT].strip()
+    return "" if hint.strip(".").upper() == "NONE" else hint
 
 
 async def _ask_endpoint(services: Services, url: str, seconds: float, shown: Mapping[str, Any]) -> tuple[float, str]:
@@ -94,4 +107,4 @@ async def _ask_endpoint(services: Services, url: str, seconds: float, shown: Map
         score, hint = None, ""
     if status != 200 or type(score) not in (int, float) or not math.isfinite(score) or not isinstance(hint, str):
         raise EngineFailed(f"the judge at {url} answered {status} without a finite 'score': {content[:200]!r}")
-    return float(score), hint[:MOST_HINT]
+    return float(score), _read_hint(hint)

@@ -19,7 +19,7 @@ class Scorer(BaseModel, frozen=True, extra="forbid"):
     policy: str = ""
     top_k: int = Field(default=0, ge=0, le=128)
     at: Literal["call", "close", "demand"] = "close"
-    tokens: Literal["sampled"] = "sampled"
+    prompt: Literal["sampled", "hindsight"] = "sampled"
     required: bool = True
     when: Literal["always", "grammar"] = "always"
 
@@ -29,7 +29,14 @@ class Scorer(BaseModel, frozen=True, extra="forbid"):
             raise ValueError("at call the policy that sampled is asked, while its version serves: leave policy out")
         if self.at == "call" and self.when != "grammar":
             raise ValueError("at call raw logprobs are asked for where a grammar masked them: set when to grammar")
+        if self.at == "call" and self.prompt == "hindsight":
+            raise ValueError("hints are known once a session is closed: hindsight is scored at close or on demand")
         return self
+
+    @property
+    def in_hindsight(self) -> bool:
+        """Whether the prompt has the call's hint, too."""
+        return self.prompt == "hindsight"
 
     @property
     def same_version(self) -> bool:
@@ -43,6 +50,7 @@ class TurnJudge(BaseModel, frozen=True, extra="forbid"):
     url: str | None = Field(default=None, pattern=r"^https?://")
     model: str | None = Field(default=None, min_length=1)
     votes: int = Field(default=1, ge=1, le=32)
+    hints: bool = False
     required: bool = False
     timeout_seconds: float = Field(default=60.0, gt=0, le=3600)
 
@@ -50,6 +58,8 @@ class TurnJudge(BaseModel, frozen=True, extra="forbid"):
     def _check_one(self) -> TurnJudge:
         if (self.url is None) == (self.model is None):
             raise ValueError("a judge is an endpoint or a model: set url or model")
+        if self.hints and self.model is None:
+            raise ValueError("an endpoint gives hints when it likes: hints is for a model")
         return self
 
 

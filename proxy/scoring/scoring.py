@@ -29,7 +29,7 @@ from proxy.scoring.vocabulary import Vocabularies
 from proxy.scoring.work import SessionScoring
 from proxy.store.keys import StoredValueError
 from proxy.store.score_jobs import ScoreJob, ScoreJobStore, TakenJob
-from proxy.store.states import SessionInfo, SessionState, Verdicts
+from proxy.store.states import SessionInfo, SessionState, Verdicts, list_hints
 from reconstruct.accounting import Settled
 from reconstruct.errors import ReconstructError
 from reconstruct.records import Call
@@ -83,7 +83,8 @@ class Scoring:
         """Whether the closed session's group waits for scores; then jobs for them are stored."""
         missing = await self._find_missing(state)
         for name, calls in missing.items():
-            if calls:
+            # Whoever finishes its judges comes back here.
+            if calls and not self._awaits_judges(state, name):
                 await self.ask(state.info, name)
         return any(missing.values())
 
@@ -119,8 +120,19 @@ class Scoring:
         if name in self._judges:
             verdicts = state.verdicts.get(name)
             return wanted if verdicts is None or (again and verdicts.error) else []
+        if self._is_in_hindsight(name) and not self._awaits_judges(state, name):
+            hints = list_hints(state.verdicts)
+            wanted = [call for call in wanted if call.call_id in hints]
         own = {call.call_id: scores.get(call.call_id, {}).get(name) for call in wanted}
         return [call for call in wanted if (score := own[call.call_id]) is None or (again and score.error)]
+
+    def _is_in_hindsight(self, name: str) -> bool:
+        return name in self._scorers and self._scorers[name].in_hindsight
+
+    def _awaits_judges(self, state: SessionState, name: str) -> bool:
+        """Whether the scorer needs hints that the session's judges have not given yet."""
+        judges = [judge for judge in state.info.scores if judge in self._judges]
+        return self._is_in_hindsight(name) and any(judge not in state.verdicts for judge in judges)
 
     @property
     def _judges(self) -> Mapping[str, TurnJudge]:
@@ -218,7 +230,14 @@ class Scoring:
         )
         scorer = self._scorers.get(job.scorer)
         work = SessionScoring(
-            self._services, self._metrics, self._vocabularies, info, job.scorer, scorer or UNKNOWN, redo=job.again
+            self._services,
+            self._metrics,
+            self._vocabularies,
+            info,
+            job.scorer,
+            scorer or UNKNOWN,
+            redo=job.again,
+            hints=list_hints(state.verdicts),
         )
         try:
             if not calls:
@@ -226,6 +245,8 @@ class Scoring:
             if (judge := self._judges.get(job.scorer)) is not None:
                 verdicts = await judge_session(self._services, judge, state, settled.forest, calls)
                 await self._services.sessions.note_verdicts(info.session_id, info.created_at, job.scorer, verdicts)
+            elif self._awaits_judges(state, job.scorer):
+                raise EngineUnavailable("the session's judges have not given their hints yet")
             elif scorer is None:
                 raise EngineUnavailable(f"there is no scorer {job.scorer!r} in VERBATIM_SCORERS or VERBATIM_JUDGES")
             else:

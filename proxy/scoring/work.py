@@ -23,10 +23,12 @@ from proxy.engine.pool.placement import Placement
 from proxy.engine.pool.seats import Caller
 from proxy.engine.replica import EngineCall, Replica
 from proxy.errors import ContextTooLong, EngineFailed, EngineUnavailable, NotFound, RequestError
+from proxy.scoring.hindsight import Hindsight
 from proxy.scoring.plan import Place, ScoreRow, plan_rows
 from proxy.scoring.scorers import Scorer
 from proxy.scoring.vocabulary import Vocabularies
 from proxy.timeline import CancelScope, Timeline
+from reconstruct.media import Media
 from reconstruct.records import RAW, Call, Forest
 from reconstruct.scores import Score, unscored
 from reconstruct.spans import Span
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class SessionScoring:
-    """`name` is the scorer's. `redo`: scores that are stored are replaced."""
+    """`name` is the scorer's. `redo`: scores that are stored are replaced. `hints`: those of calls, by their ids."""
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class SessionScoring:
         scorer: Scorer,
         *,
         redo: bool,
+        hints: Mapping[str, str],
     ) -> None:
         self._services = services
         self._metrics = metrics
@@ -58,6 +61,7 @@ class SessionScoring:
         self._name = name
         self._scorer = scorer
         self._redo = redo
+        self._hints = hints
         self._images: dict[str, bytes] = {}
 
     async def run(self, forest: Forest, calls: Sequence[Call]) -> None:
@@ -77,22 +81,47 @@ class SessionScoring:
     async def _run_policy(self, policy: str, forest: Forest, calls: Sequence[Call]) -> None:
         replicas = self._serving(policy)
         window = min((each.max_model_len for each in replicas if each.max_model_len is not None), default=None)
-        fitting, too_long = [], {}
-        for call in calls:
-            length = forest.full_length(call.call_id)
-            # One more is sampled.
-            if window is not None and length >= window:
-                reason = f"{length} tokens do not fit into the scorer's window of {window}"
-                too_long[call.call_id] = self._no_score(call, reason)
-            else:
-                fitting.append(call)
-        if too_long:
-            self._metrics.count_failure(self._name, "window", len(too_long))
-            await self._keep(too_long)
+        if self._scorer.in_hindsight:
+            hindsight = Hindsight(forest, self._hints)
+            for call in calls:
+                await self._score_in_hindsight(policy, hindsight, forest, call, window)
+            return
+        fitting = [call for call in calls if await self._fits(call, forest.full_length(call.call_id), window)]
         rows = await asyncio.to_thread(plan_rows, forest, fitting)
         last: Scored | None = None
         for row in rows:
             last = await self._score_row(policy, row, last)
+
+    async def _score_in_hindsight(
+        self, policy: str, hindsight: Hindsight, forest: Forest, call: Call, window: int | None
+    ) -> None:
+        """A prompt with a hint begins no other call's: each call is a row of its own, stored before the next is rendered."""
+        replica = self._serving(call.policy)[0]
+        try:
+            images = await self._load_images(forest.media(call.call_id))
+            async with asyncio.timeout(self._services.settings.scoring.request_seconds):
+                row = await hindsight.make_row(self._services.pool.kinds.of(replica), replica, call, images)
+        except RequestError as error:
+            await self._refuse([call], error, f"no score in hindsight: {error.message}")
+            return
+        if await self._fits(call, len(row.ids), window):
+            await self._score_row(policy, row, None)
+
+    async def _fits(self, call: Call, length: int, window: int | None) -> bool:
+        """Whether so many ids fit into the scorer's window, which says so of the call if they do not."""
+        # One more is sampled.
+        if window is None or length < window:
+            return True
+        self._metrics.count_failure(self._name, "window")
+        await self.give_up([call], f"{length} tokens do not fit into the scorer's window of {window}")
+        return False
+
+    async def _refuse(self, calls: Sequence[Call], error: RequestError, reason: str) -> None:
+        """Raises EngineUnavailable where it is only the engine that knows no such model now."""
+        if isinstance(error, NotFound):
+            raise EngineUnavailable(error.message) from error
+        self._metrics.count_failure(self._name, "window" if isinstance(error, ContextTooLong) else "refused", len(calls))
+        await self.give_up(calls, reason)
 
     def _serving(self, policy: str) -> Sequence[Replica]:
         pool = self._services.pool
@@ -110,11 +139,7 @@ class SessionScoring:
             await self._check_vocabulary(policy, row)
             scored = await self._ask_row(policy, row, last)
         except RequestError as error:
-            if isinstance(error, NotFound):
-                raise EngineUnavailable(error.message) from error
-            reason = "window" if isinstance(error, ContextTooLong) else "refused"
-            self._metrics.count_failure(self._name, reason, len(row.places))
-            await self.give_up([place.call for place in row.places], f"the scorer refuses it: {error.message}")
+            await self._refuse([place.call for place in row.places], error, f"the scorer refuses it: {error.message}")
             return None
         await self._keep({place.call.call_id: self._cut_out(place, policy, scored) for place in row.places})
         self._metrics.count_tokens(self._name, sum(place.end - place.start for place in row.places))
@@ -127,7 +152,8 @@ class SessionScoring:
                 await self._vocabularies.check(scorer, sampler, row.ids.tolist())
 
     async def _ask_row(self, policy: str, row: ScoreRow, last: Scored | None) -> Scored:
-        sampled_there = any(place.call.policy == policy for place in row.places)
+        # What was sampled there is in the cache, but not behind a hint.
+        sampled_there = not self._scorer.in_hindsight and any(place.call.policy == policy for place in row.places)
         scored = await self._ask(policy, row, len(row.ids), cached=not sampled_there)
         if last is not None and last.version == scored.version:
             scored = _join(last, scored, row.shared)
@@ -137,7 +163,8 @@ class SessionScoring:
 
     async def _ask(self, policy: str, row: ScoreRow, length: int, *, cached: bool) -> Scored:
         """Of the row's first `length` ids."""
-        images = await self._load_images(row)
+        by_digest = await self._load_images(row.media)
+        images = [by_digest[each.digest] for each in row.media]
         session_id = self._info.session_id
         scope = CancelScope(session_id, new_call_id())
         placement = Placement(self._services.pool, policy, Caller(session_id, _stay), scope, Timeline())
@@ -162,13 +189,14 @@ class SessionScoring:
                 # What was in memory in place of what was cached may be no number that JSON has: vLLM answers 400 then.
                 return await kind.score(replica, replace(asked, reads_cache=False), scope)
 
-    async def _load_images(self, row: ScoreRow) -> Sequence[bytes]:
-        unknown = {each.digest for each in row.media} - self._images.keys()
+    async def _load_images(self, media: Sequence[Media]) -> Mapping[str, bytes]:
+        """By digest, at least those of `media`."""
+        unknown = {each.digest for each in media} - self._images.keys()
         if unknown:
             self._images |= await self._services.media.load(unknown)
-        if lost := [each.digest for each in row.media if each.digest not in self._images]:
+        if lost := [each.digest for each in media if each.digest not in self._images]:
             raise RequestError(f"the store has lost the image with the digest {lost[0]}")
-        return [self._images[each.digest] for each in row.media]
+        return self._images
 
     def _cut_out(self, place: Place, policy: str, scored: Scored) -> Score:
         """The score of one call's tokens."""

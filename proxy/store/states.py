@@ -118,6 +118,7 @@ def parse_state(snapshot: Any) -> SessionState | None:
         return None
     fields = dict(zip(flat[::2], flat[1::2], strict=True))
     verdicts = _read_verdicts(fields) if b"judged" in fields else {}
+    hints = list_hints(verdicts)
     reward, error, closed_at = fields.get(b"reward"), fields.get(b"error"), fields.get(b"closed_at")
     return SessionState(
         info=unpack_versioned(fields[b"info"], SessionInfo),
@@ -126,7 +127,10 @@ def parse_state(snapshot: Any) -> SessionState | None:
         reward=None if reward is None else float(reward),
         per_call={**_mean_scores(verdicts), **_unpack_mapping(fields.get(b"per_call"))},
         per_branch=_unpack_mapping(fields.get(b"per_branch")),
-        reward_metadata={**_list_hints(verdicts), **_unpack_mapping(fields.get(b"reward_metadata"))},
+        reward_metadata={
+            **({"hints": hints} if (hints := list_hints(verdicts)) else {}),
+            **_unpack_mapping(fields.get(b"reward_metadata")),
+        },
         error=None if error is None else error.decode(),
         flag=fields[b"flag"].decode() if b"flag" in fields else None,
         note=fields[b"note"].decode() if b"note" in fields else None,
@@ -159,9 +163,9 @@ def _mean_scores(verdicts: Mapping[str, Verdicts]) -> dict[str, float]:
     return {call_id: sum(scores) / len(scores) for call_id, scores in found.items()}
 
 
-def _list_hints(verdicts: Mapping[str, Verdicts]) -> dict[str, Any]:
-    hints = {call_id: hint for each in verdicts.values() for call_id, hint in each.hints.items()}
-    return {"hints": hints} if hints else {}
+def list_hints(verdicts: Mapping[str, Verdicts]) -> dict[str, str]:
+    """By call: what people say of it, and otherwise the last of the judges by name."""
+    return {call_id: hint for each in verdicts.values() for call_id, hint in each.hints.items()}
 
 
 def _unpack_mapping(blob: bytes | None) -> dict[str, Any]:

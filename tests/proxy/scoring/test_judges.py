@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine.scripted_engine import Say, ScriptedEngine
+from tests.support.engine.scripted_engine import Generation, Say, ScriptedEngine
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
 from tests.support.service.scripted_service import Answer, ScriptedService, json_answer, serving
@@ -22,14 +22,22 @@ def judge() -> Iterator[ScriptedService]:
         yield scripted
 
 
+def advise(generation: Generation, index: int) -> Say:
+    """What a model answers that rates a message, or is asked for a hint."""
+    if generation.sampling.get("structured_outputs"):
+        return Say("7")
+    return Say("None." if "What came of it:\n[]" in generation.prompt else "look first")
+
+
 @pytest.fixture(scope="module")
 def service(judge: ScriptedService, redis_server: RedisServer) -> Iterator[RunningService]:
     redis_server.flushall()
     judges = {
         "prm": {"url": f"{judge.url}/turn"},
         "model": {"model": "judge", "votes": 2},
+        "adviser": {"model": "judge", "hints": True},
     }
-    with ScriptedEngine() as student, ScriptedEngine(default=lambda generation, index: Say("7")) as other:
+    with ScriptedEngine() as student, ScriptedEngine(default=advise) as other:
         engines = [student.url, f"judge={other.url}"]
         with RunningService(engines, redis_server.url, judges=judges, frozen_models=["judge"]) as service:
             yield service
@@ -81,6 +89,14 @@ def test_a_judge_that_fails_is_asked_again(service: RunningService, judge: Scrip
 def test_a_frozen_model_judges_in_tenths(service: RunningService) -> None:
     play(service, "model")
     assert [row["reward"] for row in lease(service)] == [0.7, 0.7]
+
+
+def test_a_frozen_model_that_is_asked_for_hints_gives_one_where_the_message_could_be_better(service: RunningService) -> None:
+    session_id = play(service, "adviser")
+    assert [row["reward"] for row in lease(service)] == [0.7, 0.7]
+    session = service.request("GET", f"/sessions/{session_id}").json()
+    # Nothing came of the last call.
+    assert list(session["reward_metadata"]["hints"].values()) == ["look first"]
 
 
 def test_feedback_of_a_person_counts_before_a_judges_while_the_session_is_open_and_until_it_is_leased(
