@@ -57,6 +57,8 @@ class Built:
     rows: list[Trajectory]
     accounting: Accounting
     settled: Settled
+    scores: Mapping[str, Scores]
+    """Those that are laid on the rows, by call and scorer."""
 
 
 def build_rows(
@@ -107,7 +109,7 @@ def build_rows(
         rows = lay_scores(rows, settled.forest, scores)
     finished = {call.call_id for call in calls}
     untold = {intent.call_id: DANGLING for intent in intents if intent.call_id not in finished} | damaged
-    return Built(weigh_rows(rows), account(settled, rows, untold), settled)
+    return Built(weigh_rows(rows), account(settled, rows, untold), settled, scores or {})
 
 
 def find_builder(name: str) -> Builder:

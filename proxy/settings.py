@@ -338,9 +338,9 @@ class Settings(BaseSettings):
     "http://judge:9000/turn"}}, or a frozen `model` of the pool with so many `votes`, which is asked for `hints`, too. `required`: a session
     without its verdicts is not usable. `timeout_seconds`: of one question to a url."""
     scoring: ScoringLimits = ScoringLimits()
-    """What scoring may take. `at_once`: sessions that one process scores at a time, each with one request to an engine. `timeout_seconds`:
-    how long a session's scores are tried for; then its tokens stay without, and the reason is stored. `request_seconds`: how long one
-    request may take."""
+    """What scoring may take. `at_once`: sessions that one process scores at a time, each with one request to an engine. `share`: of an
+    engine's time, while it has calls of harnesses from this process. `timeout_seconds`: how long a session is tried without getting on;
+    then its tokens stay without, and the reason is stored. `request_seconds`: how long one request may take."""
 
     builder: str = Field("merged", validate_default=True)
     """How sessions become training rows: merged (one row per branch), per_call (one per call), or the name of your own in the entry-point

@@ -96,16 +96,20 @@ async def delete_session(services: Services, session_id: str) -> None:
     await _finish_delete(services, session_id)
 
 
-async def fill_group(services: Services, state: SessionState) -> str:
+async def fill_group(services: Services, state: SessionState, *, broken: bool = False) -> str:
     """Put a frozen session into its group. Returns the group's state, "waiting" if it lacks scores, or a completed session its reward, or
-    "untrained"."""
+    "untrained". `broken`: it cannot be scored, nor its rows built, by a fault of this service; it has none for its group."""
     session_id = state.info.session_id
+    unrewarded, wants_scores = state.status == "completed" and state.reward is None, _wants_scores(state)
+    built = None
+    if state.info.trained and not broken and (wants_scores or not unrewarded):
+        built = await _build_rows(services, state)
     # Scored while it waits for its reward: its jobs are stored before the announcement is retracted.
-    unscored = _wants_scores(state) and await services.scoring.hold_back(state)
-    if not state.info.trained or unscored or (state.status == "completed" and state.reward is None):
+    unscored = wants_scores and built is not None and await services.scoring.hold_back(state, built.settled, built.scores)
+    if not state.info.trained or unscored or unrewarded:
         await services.delivery.retract(session_id)
         return "waiting" if state.info.trained else "untrained"
-    member, outcomes = await _build_member(services, state)
+    member, outcomes = await _build_member(services, state, built)
     status = await services.delivery.fill(
         group_ref(state.info),
         state.info.group_size,
@@ -227,13 +231,20 @@ async def _withdraw_deleted(services: Services, session_id: str) -> None:
         await services.delivery.withdraw(session_id, build_group_defaults(services.settings), uncount=True)
 
 
-async def _build_member(services: Services, state: SessionState) -> tuple[GroupMember, list[PolicyOutcome]]:
-    """The member, and what the session adds to the numbers of the run."""
-    session_id = state.info.session_id
+async def _build_rows(services: Services, state: SessionState) -> rows.Built | None:
     try:
-        built = await rows.session_rows(services, state)
+        return await rows.session_rows(services, state)
     except ReconstructError as error:
-        log.error("session %s has no usable trajectories: %s", session_id, error)
+        log.error("session %s has no usable trajectories: %s", state.info.session_id, error)
+        return None
+
+
+async def _build_member(
+    services: Services, state: SessionState, built: rows.Built | None
+) -> tuple[GroupMember, list[PolicyOutcome]]:
+    """The member, and what the session adds to the numbers of the run. Without rows it is not usable."""
+    session_id = state.info.session_id
+    if built is None:
         return GroupMember(session_id, False, state.reward, 0, 0, complete=False, run=state.info.run), [
             replace(_describe_end(services, state), incomplete=True)
         ]
@@ -242,7 +253,7 @@ async def _build_member(services: Services, state: SessionState) -> tuple[GroupM
     usable = (
         state.status in RUN_ENDED and state.reward is not None and bool(by_policy) and _keeps_enough(services, state, built)
     )
-    if usable and _wants_scores(state) and (reason := await services.scoring.find_failed(state, built.settled)):
+    if usable and _wants_scores(state) and (reason := services.scoring.find_failed(state, built.settled, built.scores)):
         log.warning("session %s is not usable: %s", session_id, reason)
         usable = False
     default = by_policy.pop("", PolicyRows(0, 0))

@@ -135,16 +135,19 @@ async def _describe(services: Services, state: SessionState) -> dict[str, Any]:
     session_id = state.info.session_id
     named = {*state.info.scores, *services.settings.scorers, *services.settings.judges}
     # Before the scores: of a job that ends in between there are some.
-    queued = {name for name in named if await services.scoring.find_job(session_id, name) is not None}
+    queued = await services.scoring.find_queued(session_id, named)
     state = await closing.load_session(services, session_id)
-    judges = {name for name in state.verdicts if not name.startswith(FEEDBACK)}
+    # Those of judges, and of scorers that broke.
+    verdicts = {name: each for name, each in state.verdicts.items() if not name.startswith(FEEDBACK)}
     by_call = await services.scores.load(session_id)
     stored = {name for scores in by_call.values() for name in scores}
     scorers = {}
-    for name in sorted(queued | stored | {*state.info.scores, *judges}):
+    for name in sorted(queued | stored | {*state.info.scores, *verdicts}):
         own = {call_id: scores[name] for call_id, scores in by_call.items() if name in scores}
-        verdicts = state.verdicts.get(name)
-        scorers[name] = _summarize(own, name in queued) if verdicts is None else _summarize_verdicts(verdicts, name in queued)
+        if (said := verdicts.get(name)) is not None and (said.error or not own):
+            scorers[name] = _summarize_verdicts(said, name in queued)
+        else:
+            scorers[name] = _summarize(own, name in queued)
     return {"session_id": session_id, "scorers": scorers}
 
 

@@ -32,7 +32,7 @@ class ScoreMetrics:
         )
         self._failures = Counter(
             "verbatim_score_failures",
-            "Calls that stay without a score (window, refused, gave_up, version), and tries that failed (engine, timeout).",
+            "Calls that stay without a score (window, refused, gave_up, version), and tries that failed (engine, timeout, fault).",
             ("scorer", "reason"),
             registry=registry,
         )

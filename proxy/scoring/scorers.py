@@ -67,6 +67,7 @@ class ScoringLimits(BaseModel, frozen=True, extra="forbid"):
     """What scoring may take."""
 
     at_once: int = Field(default=2, ge=1, le=1024)
+    share: float = Field(default=0.5, gt=0, le=1)
     timeout_seconds: float = Field(default=3600.0, gt=0, allow_inf_nan=False)
     request_seconds: float = Field(default=300.0, gt=0, allow_inf_nan=False)
 

@@ -5,9 +5,10 @@ none: `hold_back` puts the jobs into the store, before anything else lets go of 
 group. A job is taken for a while and kept by renewing that, so what a dead process took is taken again. Doing a job twice stores nothing
 twice: a call that has a score keeps it.
 
-A job that fails is tried again, less and less often, until it is `timeout_seconds` old. Then the calls that are left get the reason in
-place of a score, which is the end of it: a session that requires the scorer is not usable in its group, another one is delivered with that
-reason. `POST /sessions/{id}/scores` tries again.
+A job that fails is tried again, less and less often, until `timeout_seconds` have passed since its first try, or since a call was last
+scored. Then the calls that are left get the reason in place of a score, which is the end of it: a session that requires the scorer is not
+usable in its group, another one is delivered with that reason. `POST /sessions/{id}/scores` tries again. The same holds for what breaks by
+a fault of this service; where not even the rows can be built, the reason is kept as a verdict, and the group gets the session without rows.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import TYPE_CHECKING, Protocol
 
 from contract.attempts import ENDED
 from proxy import rows
 from proxy.errors import Conflict, EngineFailed, EngineUnavailable, NotFound, StoreUnavailable, VerbatimError
 from proxy.scoring.judges import judge_session
 from proxy.scoring.metrics import ScoreMetrics
+from proxy.scoring.pace import Pace
 from proxy.scoring.plan import find_wanted
 from proxy.scoring.scorers import Scorer, TurnJudge
 from proxy.scoring.vocabulary import Vocabularies
@@ -49,21 +51,26 @@ LOOK_UNSET_SECONDS = 30.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0
 """Seconds before a job that failed is tried again: they double."""
 
+ENGINE = (EngineUnavailable, EngineFailed)
+
 UNKNOWN = Scorer()
 """Stands for a scorer that a session names and the settings do not have any more."""
 
 
-class Scoring:
-    """`fill` puts a closed session into its group, if nothing holds it back."""
+class Fill(Protocol):
+    """Puts a closed session into its group, if nothing holds it back; a `broken` one without rows."""
 
-    def __init__(
-        self, services: Services, jobs: ScoreJobStore, fill: Callable[[Services, SessionState], Awaitable[str]]
-    ) -> None:
+    async def __call__(self, services: Services, state: SessionState, *, broken: bool = False) -> str: ...
+
+
+class Scoring:
+    def __init__(self, services: Services, jobs: ScoreJobStore, fill: Fill) -> None:
         self._services = services
         self._jobs = jobs
         self._fill = fill
         self._metrics = ScoreMetrics(services.metrics.registry)
         self._vocabularies = Vocabularies(services.pool.kinds)
+        self._pace = Pace(services.settings.scoring.share)
         self._woken = asyncio.Event()
 
     @property
@@ -72,54 +79,44 @@ class Scoring:
 
     async def ask(self, info: SessionInfo, name: str, *, again: bool = False) -> None:
         """Have the session scored; `again`: also the calls that could not be before. Returns once that is sure to happen."""
-        now = await self._services.clock.now()
-        await self._jobs.add(ScoreJob(info.session_id, info.created_at, name, now, again))
+        await self._jobs.add(ScoreJob(info.session_id, info.created_at, name, again))
         self._woken.set()
 
-    async def find_job(self, session_id: str, name: str) -> ScoreJob | None:
-        return await self._jobs.find(session_id, name)
+    async def find_queued(self, session_id: str, names: Iterable[str]) -> set[str]:
+        """Those of the scorers and judges whose job for the session is not done."""
+        return await self._jobs.find_queued(session_id, names)
 
-    async def hold_back(self, state: SessionState) -> bool:
+    async def hold_back(self, state: SessionState, settled: Settled, scores: Mapping[str, Scores]) -> bool:
         """Whether the closed session's group waits for scores; then jobs for them are stored."""
-        missing = await self._find_missing(state)
-        for name, calls in missing.items():
+        missing = [name for name in state.info.scores if self._find_missing(state, settled, scores, name)]
+        for name in missing:
             # Whoever finishes its judges comes back here.
-            if calls and not self._awaits_judges(state, name):
+            if not self._awaits_judges(state, name):
                 await self.ask(state.info, name)
-        return any(missing.values())
+        return bool(missing)
 
-    async def find_failed(self, state: SessionState, settled: Settled) -> str:
+    def find_failed(self, state: SessionState, settled: Settled, scores: Mapping[str, Scores]) -> str:
         """Why the session, which `hold_back` does not hold back, has not all scores that are required; "" if it has."""
-        scores = await self._services.scores.load(state.info.session_id)
         for name in state.info.scores:
             judge, verdicts = self._judges.get(name), state.verdicts.get(name)
-            if judge is not None:
-                if judge.required and verdicts is not None and verdicts.error:
-                    return f"not judged by {name}: {verdicts.error}"
-            elif self._scorers.get(name, UNKNOWN).required:
-                wanted = find_wanted(settled, self._scorers.get(name))
-                given = [scores.get(call.call_id, {}).get(name) for call in wanted]
-                if errors := [score.error for score in given if score is not None and score.error]:
-                    return f"unscored by {name}: {errors[0]}"
+            if not (judge or self._scorers.get(name, UNKNOWN)).required:
+                continue
+            if verdicts is not None and verdicts.error:
+                return f"not {'scored' if judge is None else 'judged'} by {name}: {verdicts.error}"
+            given = [scores.get(call.call_id, {}).get(name) for call in find_wanted(settled, self._scorers.get(name))]
+            if errors := [score.error for score in given if score is not None and score.error]:
+                return f"not scored by {name}: {errors[0]}"
         return ""
 
-    async def _find_missing(self, state: SessionState) -> dict[str, list[Call]]:
-        """The calls without a score, by scorer. None of a session whose records contradict each other: it has no rows."""
-        try:
-            settled = (await rows.session_rows(self._services, state)).settled
-        except ReconstructError:
-            return {}
-        scores = await self._services.scores.load(state.info.session_id)
-        return {name: self._leave_missing(settled, state, name, scores) for name in state.info.scores}
-
-    def _leave_missing(
-        self, settled: Settled, state: SessionState, name: str, scores: Mapping[str, Scores], *, again: bool = False
+    def _find_missing(
+        self, state: SessionState, settled: Settled, scores: Mapping[str, Scores], name: str, *, again: bool = False
     ) -> list[Call]:
         """The calls that a scorer or judge is asked about and has said nothing of; `again`: or could say nothing of."""
-        wanted = find_wanted(settled, self._scorers.get(name))
+        wanted, verdicts = find_wanted(settled, self._scorers.get(name)), state.verdicts.get(name)
         if name in self._judges:
-            verdicts = state.verdicts.get(name)
             return wanted if verdicts is None or (again and verdicts.error) else []
+        if verdicts is not None and verdicts.error:
+            return wanted if again else []
         if self._is_in_hindsight(name) and not self._awaits_judges(state, name):
             hints = list_hints(state.verdicts)
             wanted = [call for call in wanted if call.call_id in hints]
@@ -201,78 +198,93 @@ class Scoring:
             await self._jobs.settle(taken)
             return
         try:
-            await self._score(taken, state)
-        except (EngineUnavailable, EngineFailed, TimeoutError) as error:
-            # A store that is away is not among them: the job is taken again.
-            reason = "timeout" if isinstance(error, TimeoutError) else "engine"
-            self._metrics.count_failure(job.scorer, reason)
-            said = "no answer in time" if isinstance(error, TimeoutError) else error.message
-            log.warning("session %s: not scored by %s yet: %s", job.session_id, job.scorer, said)
-            await self._jobs.keep(taken, min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(taken.number, 10)))
-            return
-        except (NotFound, Conflict, ReconstructError) as error:
-            # It is deleted, a trainer has its rows, which stay as they are, or it has none.
-            log.warning("session %s: not scored by %s: %s", job.session_id, job.scorer, error)
+            try:
+                await self._score(job, state)
+            except (NotFound, Conflict, ReconstructError) as error:
+                # It is deleted, a trainer has its rows, which stay as they are, or it has none.
+                log.warning("session %s: not scored by %s: %s", job.session_id, job.scorer, error)
+            await self._finish(taken)
         except StoreUnavailable:
+            # The job is taken again.
             raise
-        except Exception:
-            log.exception("session %s could not be scored by %s, and is tried again", job.session_id, job.scorer)
-            await self._jobs.keep(taken, LONGEST_PAUSE)
-            return
-        await self._finish(taken)
+        except Exception as error:
+            self._tell_failure(job, error)
+            if taken.age < self._services.settings.scoring.timeout_seconds:
+                now = await self._services.sessions.load(job.session_id)
+                pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(taken.number, 10))
+                await self._jobs.keep(taken, pause, got_on=now is not None and now.scored > state.scored)
+            else:
+                await self._give_up(taken, state, error)
 
-    async def _score(self, taken: TakenJob, state: SessionState) -> None:
-        """Raises what an engine or a judge raises, until the job is too old: then its calls have nothing for good."""
-        job, info = taken.job, state.info
-        settled = (await rows.session_rows(self._services, state)).settled
-        calls = self._leave_missing(
-            settled, state, job.scorer, await self._services.scores.load(info.session_id), again=job.again
-        )
-        scorer = self._scorers.get(job.scorer)
-        work = SessionScoring(
+    async def _score(self, job: ScoreJob, state: SessionState) -> None:
+        """Raises what an engine, a judge or the store raises."""
+        built = await rows.session_rows(self._services, state)
+        calls = self._find_missing(state, built.settled, built.scores, job.scorer, again=job.again)
+        if not calls:
+            return
+        if (judge := self._judges.get(job.scorer)) is not None:
+            verdicts = await judge_session(self._services, judge, state, built.settled.forest, calls)
+            await self._services.sessions.note_verdicts(job.session_id, job.created_at, job.scorer, verdicts)
+        elif self._awaits_judges(state, job.scorer):
+            raise EngineUnavailable("the session's judges have not given their hints yet")
+        elif job.scorer not in self._scorers:
+            raise EngineUnavailable(f"there is no scorer {job.scorer!r} in VERBATIM_SCORERS or VERBATIM_JUDGES")
+        else:
+            await self._work_on(job, state).run(built.settled.forest, calls)
+            if job.scorer in state.verdicts:
+                await self._note(job, "")
+
+    def _work_on(self, job: ScoreJob, state: SessionState) -> SessionScoring:
+        scorer = self._scorers.get(job.scorer, UNKNOWN)
+        return SessionScoring(
             self._services,
             self._metrics,
             self._vocabularies,
-            info,
+            self._pace,
+            state.info,
             job.scorer,
-            scorer or UNKNOWN,
+            scorer,
             redo=job.again,
             hints=list_hints(state.verdicts),
         )
+
+    def _tell_failure(self, job: ScoreJob, error: Exception) -> None:
+        reason = "timeout" if isinstance(error, TimeoutError) else "engine" if isinstance(error, ENGINE) else "fault"
+        self._metrics.count_failure(job.scorer, reason)
+        fault = error if reason == "fault" else None
+        log.warning("session %s: not scored by %s yet: %s", job.session_id, job.scorer, _describe(error), exc_info=fault)
+
+    async def _give_up(self, taken: TakenJob, state: SessionState, error: Exception) -> None:
+        """Stores why the calls that are left have nothing, for good."""
+        job = taken.job
+        reason = f"not scored within {self._services.settings.scoring.timeout_seconds:g} s: {_describe(error)}"
+        log.error("session %s: given up by %s: %s", job.session_id, job.scorer, reason)
         try:
-            if not calls:
-                return
-            if (judge := self._judges.get(job.scorer)) is not None:
-                verdicts = await judge_session(self._services, judge, state, settled.forest, calls)
-                await self._services.sessions.note_verdicts(info.session_id, info.created_at, job.scorer, verdicts)
-            elif self._awaits_judges(state, job.scorer):
-                raise EngineUnavailable("the session's judges have not given their hints yet")
-            elif scorer is None:
-                raise EngineUnavailable(f"there is no scorer {job.scorer!r} in VERBATIM_SCORERS or VERBATIM_JUDGES")
+            state = await _load(self._services, job)
+            built = await rows.session_rows(self._services, state)
+            left = self._find_missing(state, built.settled, built.scores, job.scorer)
+            self._metrics.count_failure(job.scorer, "gave_up", len(left))
+            if job.scorer in self._judges:
+                await self._note(job, reason)
             else:
-                await work.run(settled.forest, calls)
-        except (NotFound, Conflict, StoreUnavailable):
+                await self._work_on(job, state).give_up(left, reason)
+        except (NotFound, Conflict) as gone:
+            log.warning("session %s: not scored by %s: %s", job.session_id, job.scorer, gone)
+        except StoreUnavailable:
             raise
-        except Exception as error:
-            limit = self._services.settings.scoring.timeout_seconds
-            if taken.now - job.since < limit:
-                raise
-            said = "no answer in time" if isinstance(error, TimeoutError) else str(error)
-            await self._give_up(work, job, settled, f"not scored within {limit:g} s: {said}")
+        except Exception:
+            log.exception("session %s: the reason is kept for the whole of it", job.session_id)
+            self._metrics.count_failure(job.scorer, "gave_up")
+            await self._note(job, reason)
+        await self._finish(taken, at_last=True)
 
-    async def _give_up(self, work: SessionScoring, job: ScoreJob, settled: Settled, reason: str) -> None:
-        """Stores why the calls that are left have nothing."""
-        state = await _load(self._services, job)
-        left = self._leave_missing(settled, state, job.scorer, await self._services.scores.load(job.session_id))
-        self._metrics.count_failure(job.scorer, "gave_up", len(left))
-        if job.scorer in self._judges:
-            verdicts = Verdicts({}, {}, reason)
-            await self._services.sessions.note_verdicts(job.session_id, job.created_at, job.scorer, verdicts)
-        else:
-            await work.give_up(left, reason)
+    async def _note(self, job: ScoreJob, reason: str) -> None:
+        with contextlib.suppress(NotFound, Conflict):
+            await self._services.sessions.note_verdicts(job.session_id, job.created_at, job.scorer, Verdicts({}, {}, reason))
 
-    async def _finish(self, taken: TakenJob) -> None:
-        """The session goes on to its group before the job is forgotten: whoever dies in between leaves a job that finds nothing to do."""
+    async def _finish(self, taken: TakenJob, *, at_last: bool = False) -> None:
+        """The session goes on to its group before the job is forgotten: whoever dies in between leaves a job that finds nothing to do.
+        `at_last`: it goes there without rows if they cannot be built."""
         state = await self._services.sessions.load(taken.job.session_id)
         if state is not None and state.status in ENDED and taken.job.scorer in state.info.scores:
             try:
@@ -281,7 +293,18 @@ class Scoring:
                 raise
             except VerbatimError as error:
                 log.warning("session %s was scored and did not join its group: %s", taken.job.session_id, error.message)
+            except Exception:
+                if not at_last:
+                    raise
+                log.exception("session %s joins its group without rows", taken.job.session_id)
+                await self._fill(self._services, state, broken=True)
         await self._jobs.settle(taken)
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return error.message if isinstance(error, VerbatimError) else f"{type(error).__name__}: {error}"
 
 
 async def _load(services: Services, job: ScoreJob) -> SessionState:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from proxy.store.score_jobs import ScoreJob
 from proxy.store.states import SessionInfo, SessionState
 from reconstruct.accounting import Settled
+from reconstruct.scores import Scores
 
 
 class AwaitedScores(Protocol):
@@ -15,8 +16,8 @@ class AwaitedScores(Protocol):
 
     async def ask(self, info: SessionInfo, name: str, *, again: bool = False) -> None: ...
 
-    async def find_job(self, session_id: str, name: str) -> ScoreJob | None: ...
+    async def find_queued(self, session_id: str, names: Iterable[str]) -> set[str]: ...
 
-    async def hold_back(self, state: SessionState) -> bool: ...
+    async def hold_back(self, state: SessionState, settled: Settled, scores: Mapping[str, Scores]) -> bool: ...
 
-    async def find_failed(self, state: SessionState, settled: Settled) -> str: ...
+    def find_failed(self, state: SessionState, settled: Settled, scores: Mapping[str, Scores]) -> str: ...

@@ -24,6 +24,7 @@ from proxy.engine.pool.seats import Caller
 from proxy.engine.replica import EngineCall, Replica
 from proxy.errors import ContextTooLong, EngineFailed, EngineUnavailable, NotFound, RequestError
 from proxy.scoring.hindsight import Hindsight
+from proxy.scoring.pace import Pace
 from proxy.scoring.plan import Place, ScoreRow, plan_rows
 from proxy.scoring.scorers import Scorer
 from proxy.scoring.vocabulary import Vocabularies
@@ -47,6 +48,7 @@ class SessionScoring:
         services: Services,
         metrics: ScoreMetrics,
         vocabularies: Vocabularies,
+        pace: Pace,
         info: SessionInfo,
         name: str,
         scorer: Scorer,
@@ -57,6 +59,7 @@ class SessionScoring:
         self._services = services
         self._metrics = metrics
         self._vocabularies = vocabularies
+        self._pace = pace
         self._info = info
         self._name = name
         self._scorer = scorer
@@ -170,6 +173,7 @@ class SessionScoring:
         placement = Placement(self._services.pool, policy, Caller(session_id, _stay), scope, Timeline())
         media = tuple((each.start, each.length) for each in row.media)
         job = ScoringJob(scope.call_id, row.ids[:length], self._scorer.top_k, cached, media, images)
+        await self._pace.wait(policy)
         started = time.perf_counter()
         async with asyncio.timeout(self._services.settings.scoring.request_seconds):
             scored = await placement.run(partial(self._ask_at, job, policy, scope))
@@ -180,7 +184,8 @@ class SessionScoring:
         kind = self._services.pool.kinds.of(replica)
         served = replica.serve(replica.models[0] if replica.models else policy)
         asked = replace(job, served=served, reads_cache=job.reads_cache and replica.host.tells_cached)
-        with EngineCall(replica, scope, streams=False):
+        engines = len(self._services.pool.of(replica.policy))
+        with self._pace.asking(policy, replica, engines), EngineCall(replica, scope, streams=False):
             try:
                 return await kind.score(replica, asked, scope)
             except (EngineFailed, RequestError):

@@ -80,7 +80,7 @@ What is still to be scored, all in the slot of `{scores}`; a job is `<scorer>=<s
 
     vb:{scores}:due        zset    job, by when it may be taken: a job that is worked at, by when another process may take it
     vb:{scores}:jobs       hash    job -> ScoreJob (msgpack) of proxy/store/score_jobs.py
-    vb:{scores}:taken      hash    job -> how often it was taken
+    vb:{scores}:taken      hash    job -> how often it was taken; since:job -> when first, or first after it got on
     vb:{scores}:asked      hash    job -> how often it was asked for
 
 Engines added at run time, in their own slot; kept until they are removed:

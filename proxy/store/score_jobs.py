@@ -7,6 +7,7 @@ taken since: each taking has a number of its own. A job that is asked for again 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +20,11 @@ _KEYS = (keys.SCORES_DUE, keys.SCORES_JOBS, keys.SCORES_TAKEN, keys.SCORES_ASKED
 
 @dataclass(frozen=True, slots=True)
 class ScoreJob:
-    """The session created at `created_at` is to be scored by a scorer, since `since` (epoch seconds, Redis's). `again`: also the calls that
-    could not be scored before."""
+    """The session created at `created_at` is to be scored by a scorer. `again`: also the calls that could not be scored before."""
 
     session_id: str
     created_at: float
     scorer: str
-    since: float
     again: bool = False
 
     @property
@@ -35,12 +34,13 @@ class ScoreJob:
 
 @dataclass(frozen=True, slots=True)
 class TakenJob:
-    """A job that was taken, for the `number`-th time, after it was asked for `asked` times."""
+    """A job that was taken, for the `number`-th time, after it was asked for `asked` times, and was first taken `age` seconds ago, or first
+    since it last got on."""
 
     job: ScoreJob
     number: int
     asked: int
-    now: float
+    age: float
 
 
 class ScoreJobStore:
@@ -58,12 +58,13 @@ class ScoreJobStore:
         answer = await self._run("take_score_job", repr(seconds))
         if not answer:
             return None
-        packed, number, asked, now = answer
-        return TakenJob(unpack_versioned(packed, ScoreJob), int(number), int(asked), float(now))
+        packed, number, asked, age = answer
+        return TakenJob(unpack_versioned(packed, ScoreJob), int(number), int(asked), float(age))
 
-    async def keep(self, taken: TakenJob, seconds: float) -> bool:
-        """It is worked at for so many seconds more. False: another process has taken it since."""
-        return bool(await self._run("keep_score_job", taken.job.name, taken.number, repr(seconds)))
+    async def keep(self, taken: TakenJob, seconds: float, *, got_on: bool = False) -> bool:
+        """It is worked at for so many seconds more, or left alone that long. `got_on`: its age is counted anew. False: another process has
+        taken it since."""
+        return bool(await self._run("keep_score_job", taken.job.name, taken.number, repr(seconds), int(got_on)))
 
     async def settle(self, taken: TakenJob) -> bool:
         """It is done, unless it was asked for again meanwhile: then it is due again. False: another process has taken it since."""
@@ -73,10 +74,13 @@ class ScoreJobStore:
         """Jobs that are waiting or worked at."""
         return int(await self._redis.execute("ZCARD", keys.SCORES_DUE))
 
-    async def find(self, session_id: str, scorer: str) -> ScoreJob | None:
-        """The session's job for the scorer, if it is not done."""
-        packed = await self._redis.execute("HGET", keys.SCORES_JOBS, f"{scorer}={session_id}")
-        return None if packed is None else unpack_versioned(packed, ScoreJob)
+    async def find_queued(self, session_id: str, scorers: Iterable[str]) -> set[str]:
+        """The scorers whose job for the session is not done."""
+        names = sorted(scorers)
+        found = (
+            await self._redis.execute("HMGET", keys.SCORES_JOBS, *(f"{each}={session_id}" for each in names)) if names else []
+        )
+        return {name for name, packed in zip(names, found, strict=True) if packed is not None}
 
     async def _run(self, script: str, *args: Argument, **how: bool) -> Any:
         return await self._redis.run(Script.read(script), _KEYS, args, **how)

@@ -1,4 +1,4 @@
--- KEYS: due, jobs, taken, asked. ARGV: seconds. Returns {job, number, asked, now}, or nothing.
+-- KEYS: due, jobs, taken, asked. ARGV: seconds. Returns {job, number, asked, how many seconds ago it was first taken}, or nothing.
 redis.replicate_commands()
 local now = redis.call('TIME')
 local time = now[1] .. '.' .. string.format('%06d', now[2])
@@ -10,4 +10,6 @@ local name = found[1]
 local job = redis.call('HGET', KEYS[2], name)
 redis.call('ZADD', KEYS[1], string.format('%.6f', tonumber(time) + tonumber(ARGV[1])), name)
 local number = redis.call('HINCRBY', KEYS[3], name, 1)
-return {job, number, redis.call('HGET', KEYS[4], name) or 0, time}
+redis.call('HSETNX', KEYS[3], 'since:' .. name, time)
+local age = string.format('%.6f', tonumber(time) - tonumber(redis.call('HGET', KEYS[3], 'since:' .. name)))
+return {job, number, redis.call('HGET', KEYS[4], name) or 0, age}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
+from proxy import rows
+from proxy.scoring.work import SessionScoring
 from tests.proxy.scoring.test_scoring import lease, play, scored, state_of
-from tests.support.engine.scripted_engine import Fail, ScriptedEngine
+from tests.support.engine.scripted_engine import Fail, Generation, ScriptedEngine
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
 from tests.support.service.verbatim_process import TRAINER, wait_until
@@ -29,7 +32,8 @@ def scoring(redis_server: RedisServer, student: ScriptedEngine, teacher: Scripte
     limits = {"timeout_seconds": 0.001}
     with student, teacher:
         engines = [student.url, f"teacher={teacher.url}"]
-        with RunningService(engines, redis_server.url, scorers=scorers, judges=judges, scoring=limits) as service:
+        asked: Any = {"scorers": scorers, "judges": judges, "scoring": limits, "group": {"policy": "drop"}}
+        with RunningService(engines, redis_server.url, **asked) as service:
             yield service
 
 
@@ -93,3 +97,38 @@ def test_a_session_does_not_wait_for_a_scorer_that_no_process_has_any_more(redis
         with RunningService([student.url], redis_server.url, scoring={"timeout_seconds": 0.001}) as service:
             wait_until(lambda: state_of(service, session_id, "gone")["state"] == "failed", 60, "it is given up")
             assert "there is no scorer 'gone'" in state_of(service, session_id, "gone")["error"]
+
+
+@pytest.mark.parametrize(("holder", "name"), [(SessionScoring, "run"), (rows, "session_rows")])
+def test_what_a_fault_of_the_service_breaks_ends_with_its_reason_and_its_group_with_it(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, holder: Any, name: str
+) -> None:
+    """It was tried each minute for ever, and its group never ended."""
+
+    async def fail(*_: Any) -> None:
+        raise KeyError("broken")
+
+    def script(generation: Generation, index: int) -> Fail:
+        # When it was closed its rows could be built.
+        monkeypatch.setattr(holder, name, fail)
+        return Fail(500, "out of order")
+
+    teacher = ScriptedEngine()
+    with scoring(redis_server, ScriptedEngine(), teacher) as service:
+        teacher.script = script
+        session_id = play(service, scores=["teacher"], group_id="alone", group_size=1)
+        wait_until(lambda: state_of(service, session_id, "teacher")["state"] == "failed", 60, "it is given up")
+        assert "KeyError: 'broken'" in state_of(service, session_id, "teacher")["error"]
+        assert {"fault", "gave_up"} <= failures(service)
+        path = "/groups/alone"
+        wait_until(lambda: service.request("GET", path).json()["delivery"] == "dropped", 60, "its group ends")
+        monkeypatch.undo()
+        teacher.script = None
+        service.request("POST", f"/sessions/{session_id}/scores", json={"scorer": "teacher"})
+        wait_until(lambda: state_of(service, session_id, "teacher")["state"] == "scored", 60, "it is tried again")
+
+
+def failures(service: RunningService) -> set[str]:
+    """The reasons that were counted of the teacher."""
+    page = service.request("GET", "/metrics").text
+    return set(re.findall(r'^verbatim_score_failures_total\{reason="(\w+)",scorer="teacher"\} [1-9]', page, re.MULTILINE))
