@@ -22,7 +22,11 @@ from tests.support.service.verbatim_process import wait_until
 
 pytestmark = pytest.mark.engine
 
-SCORERS = {"teacher": {"policy": "teacher", "top_k": 4}, "raw": {"at": "call", "when": "grammar"}}
+SCORERS = {
+    "teacher": {"policy": "teacher", "top_k": 4},
+    "raw": {"at": "call", "when": "grammar"},
+    "hindsight": {"policy": "teacher", "top_k": 4, "prompt": "hindsight"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +68,22 @@ def recompute(model: Any, ids: Sequence[int]) -> NDArray[np.float32]:
         return found
 
 
+def compare(row: dict[str, Any], scorer: str, expected: NDArray[np.float32]) -> int:
+    """The scores of a row are the logprobs `expected` after each of its ids, and nothing but sampled tokens has one; how many do."""
+    told, mask = row["scores"][scorer], row["loss_mask"]
+    assert "error" not in told
+    for at, trained in enumerate(mask):
+        if not trained:
+            assert told["logprobs"][at] is None
+            continue
+        after = expected[at - 1]
+        assert abs(told["logprobs"][at] - after[row["token_ids"][at]]) < TOLERANCE
+        best = np.sort(after)[::-1][:4]
+        assert np.abs(np.array(told["top_logprobs"][at]) - best).max() < TOLERANCE
+        assert np.abs(after[told["top_ids"][at]] - best).max() < TOLERANCE
+    return sum(mask)
+
+
 def count_distinct(rows: Sequence[list[int]]) -> int:
     """Ids of the tree that the rows make."""
     ordered, before, count = sorted(rows), list[int](), 0
@@ -101,19 +121,7 @@ def test_a_teachers_scores_of_a_tree_are_those_of_transformers_and_cost_little_m
     rows, _ = session.trajectories()
     model, sampled = load(teacher_model), 0
     for row in rows:
-        expected = recompute(model, row["token_ids"])
-        told, mask = row["scores"]["teacher"], row["loss_mask"]
-        assert "error" not in told
-        for at, trained in enumerate(mask):
-            if not trained:
-                assert told["logprobs"][at] is None
-                continue
-            sampled += 1
-            after = expected[at - 1]
-            assert abs(told["logprobs"][at] - after[row["token_ids"][at]]) < TOLERANCE
-            best = np.sort(after)[::-1][:4]
-            assert np.abs(np.array(told["top_logprobs"][at]) - best).max() < TOLERANCE
-            assert np.abs(after[told["top_ids"][at]] - best).max() < TOLERANCE
+        sampled += compare(row, "teacher", recompute(model, row["token_ids"]))
     assert sampled == 40 + 6 * 200
     if "routes" in request.node.name:
         # What was in memory there may be no number that JSON has; then a row is asked for without the cache.
@@ -138,3 +146,34 @@ def test_raw_logprobs_of_tokens_under_a_grammar_recompute_where_their_stored_one
         assert abs(raw[at] - expected[at - 1][row["token_ids"][at]]) < TOLERANCE
         assert raw[at] <= row["logprobs"][at] + TOLERANCE
     assert min(raw[at] - row["logprobs"][at] for at in trained) < -1
+
+
+def test_scores_in_hindsight_are_those_of_transformers_after_the_sampled_ids_with_a_hint(
+    service: RunningService, teacher_model: Path
+) -> None:
+    """The first reply is sampled at random, so its ids are not those of its text. The later call has them, and a hint in its own turn."""
+    from transformers import AutoTokenizer
+
+    encode = AutoTokenizer.from_pretrained(teacher_model).encode
+    session = service.session(scores=["hindsight"])
+    asked = {"max_tokens": 24, "temperature": 1.0, "extra_body": {**PLAIN, "ignore_eos": True}}
+    questions = [f"{session.session_id}: find the number.", "Is that (all of it)"]
+    messages: list[Any] = [{"role": "user", "content": questions[0]}]
+    messages += [session.answer(messages, seed=1, **asked), {"role": "user", "content": questions[1]}]
+    session.answer(messages, seed=2, **asked)
+    hints = ["It is 7.", "look before you answer"]
+    for call, hint in zip(session.calls, hints, strict=True):
+        said = {"call_id": call["call_id"], "hint": hint}
+        assert service.request("POST", f"/sessions/{session.session_id}/feedback", json=said).status_code == 204
+    session.close()
+    wait_for(service, session, "hindsight")
+    model, rows = load(teacher_model), session.trajectories("per_call")[0]
+    for row, question, hint in zip(rows, questions, hints, strict=True):
+        begin = row["loss_mask"].index(1)
+        turns = [f"<|im_start|>user\n{text}<|im_end|>\n" for text in (question, f"{question}\n\nHint: {hint}")]
+        plain, hinted = (encode(f"{turn}<|im_start|>assistant\n<think>\n\n</think>\n\n") for turn in turns)
+        assert row["token_ids"][begin - len(plain) : begin] == plain
+        ids = [*row["token_ids"][: begin - len(plain)], *hinted, *row["token_ids"][begin:]]
+        # The places of the row: what the hint adds stands before the reply.
+        expected = recompute(model, ids)[len(hinted) - len(plain) :]
+        assert compare(row, "hindsight", expected) == 24
