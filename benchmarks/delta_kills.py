@@ -2,7 +2,7 @@
 
     python -m benchmarks.delta_kills [--pushes 100] [--seed 1] [--json FILE]
 
-A trainer publishes the bfloat16 weights of a tiny model, one element in a hundred changed each time. In a third of the pushes one of the
+A trainer publishes the bfloat16 weights of a tiny model, two elements in a hundred changed each time. In a third of the pushes one of the
 three gets SIGKILL, at a random moment after the trainer began to publish, and is started again. The weights of a version depend on its
 number alone, so a trainer that begins again goes on from what the service says. It ends with deltas, one after the other: the mirror must
 hold the bits of the last one, and the engine's logprobs must agree with transformers on a checkpoint of it that was saved whole.
@@ -19,12 +19,21 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import ExitStack
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import ADMIN, Started, end, free_port, machine, redis_server, request, started
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.processes import ADMIN, end, free_port, machine, redis_server, request, started
+from contract.deltas import is_delta
+from contract.errors import ClientError
 from examples.demo.tiny_model import make_tiny_model
-from examples.vllm_server import VllmServer, vllm_command
+from examples.vllm_server import VllmServer, make_one_process_env, vllm_command
+from trainer_client import TrainerClient
+from trainer_client.publish import write_weights
 
 VICTIMS = ("service", "trainer", "service", "trainer", "engine", "trainer", "service", "trainer")
 """In turn: an engine takes longest to start."""
@@ -36,27 +45,16 @@ PROMPT = list(range(20, 60))
 
 
 def weights_of(model: Path, version: int) -> dict[str, Any]:
-    """Of a version, in bfloat16: the model's with one element in a hundred changed as many times."""
-    import torch
-    from safetensors.torch import load_file
-
-    weights = {name: tensor.bfloat16() for name, tensor in load_file(model / "model.safetensors").items()}
-    chance = torch.Generator().manual_seed(0)
-    for _ in range(version):
-        for name, tensor in weights.items():
-            weights[name] = torch.where(torch.rand(tensor.shape, generator=chance) < 0.01, tensor * 1.5, tensor)
+    """Of a version, in bfloat16: the model's, of which one element in a hundred is another; each version has its own."""
+    chance, weights = torch.Generator().manual_seed(version), load_file(model / "model.safetensors")
+    for name, tensor in weights.items():
+        chosen = torch.rand(tensor.shape, generator=chance) < 0.01
+        weights[name] = torch.where(chosen, tensor * 1.5, tensor).bfloat16()
     return weights
 
 
-def train(url: str, model: Path, directory: Path, pushes: int) -> None:
-    """Publishes until that version serves and the last ones were deltas, and says on its standard output what it does."""
-    from contract.deltas import is_delta
-    from contract.errors import ClientError
-    from trainer_client import TrainerClient
-
-    def tell(**line: Any) -> None:
-        print(json.dumps(line), flush=True)
-
+def train(url: str, model: Path, directory: Path, pushes: int, told: Connection) -> None:
+    """Publishes until that version serves and the last ones were deltas, and tells what it does."""
     deltas = 0
     with TrainerClient(url, ADMIN + "-trainer") as client:
         while True:
@@ -65,14 +63,14 @@ def train(url: str, model: Path, directory: Path, pushes: int) -> None:
                 if version > pushes and deltas >= DELTAS_AT_THE_END:
                     return
                 weights = weights_of(model, version)
-                tell(pushing=version)
+                told.send({"pushing": version})
                 push = client.publish(
                     weights, version, directory=directory, delta=True, anchor_every=10, keep_last=2, config=model
                 )
                 deltas = deltas + 1 if is_delta(Path(push.path)) else 0
-                tell(applied=version, kind="delta" if deltas else "full")
+                told.send({"applied": version, "kind": "delta" if deltas else "full"})
             except ClientError as error:
-                tell(failed=str(error))
+                told.send({"failed": str(error)})
                 time.sleep(0.5)
 
 
@@ -84,7 +82,7 @@ class Parts:
         self.model, self.mirror = make_tiny_model(folder / "model"), folder / "mirror"
         port, redis_port = free_port(), stack.enter_context(redis_server())
         argv, env = vllm_command(self.model, port, tool_parser=None)
-        env = {**env, "VERBATIM_MIRROR": str(self.mirror)}
+        env |= {**make_one_process_env(1), "VERBATIM_MIRROR": str(self.mirror)}
         self.engine = VllmServer(argv, env, f"http://127.0.0.1:{port}", folder / "vllm.log", deadline_seconds=900)
         stack.enter_context(self.engine)
         listen = free_port()
@@ -105,15 +103,19 @@ class Parts:
             self._start_service()
         else:
             self.trainer.kill()
-            self.trainer.wait()
+            self.trainer.join()
             self.start_trainer()
 
     def _start_service(self) -> None:
         self.service = self._stack.enter_context(started(self._serve, log=self.folder / "service.log"))
 
     def start_trainer(self) -> None:
-        words = ["--train", self.url, str(self.model), str(self.folder / "weights"), "--pushes", str(self._pushes)]
-        self.trainer: Started = self._stack.enter_context(started([sys.executable, "-m", "benchmarks.delta_kills", *words]))
+        """Forked, so that it need not import torch each time."""
+        self.told, told = Pipe(duplex=False)
+        where = (self.url, self.model, self.folder / "weights", self._pushes, told)
+        self.trainer = get_context("fork").Process(target=train, args=where, daemon=True)
+        self.trainer.start()
+        told.close()
 
 
 def survive(pushes: int, seed: int) -> dict[str, Any]:
@@ -122,11 +124,11 @@ def survive(pushes: int, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="verbatim-kills-", ignore_cleanup_errors=True) as name, ExitStack() as stack:
         parts, done = Parts(Path(name), stack, pushes), set[int]()
         while True:
-            assert parts.trainer.stdout is not None
-            if not (line := parts.trainer.stdout.readline()):
+            try:
+                told = parts.told.recv()
+            except EOFError:
                 break
-            told = json.loads(line)
-            print(line, end="", flush=True)
+            print(round(time.monotonic() - began), told, flush=True)
             if "applied" in told:
                 found["applied"][told["kind"]] += 1
             elif "failed" in told:
@@ -138,7 +140,8 @@ def survive(pushes: int, seed: int) -> dict[str, Any]:
                 parts.kill(victim)
                 found["kills"][victim] += 1
                 print(f"killed the {victim}", flush=True)
-        assert parts.trainer.wait() == 0, "the trainer failed"
+        parts.trainer.join()
+        assert parts.trainer.exitcode == 0, "the trainer failed"
         judged = judge(parts)
         end(parts.service)
     return {"pushes": pushes, "seed": seed, "seconds": round(time.monotonic() - began), **found, **judged}
@@ -151,7 +154,6 @@ def judge(parts: Parts) -> dict[str, Any]:
     from contract.tensor_files import map_tensors
     from proxy.engine.in_vllm.mirror import CURRENT
     from tests.support.engine.weight_fixtures import Judge, generate
-    from trainer_client.publish import write_weights
 
     current = request(parts.url, "GET", "/weights")["current"]
     version = current["version"]
@@ -174,12 +176,9 @@ def main() -> None:
     parser.add_argument("--pushes", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="where the figures go")
-    parser.add_argument("--train", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.train:
-        url, model, directory = options.train
-        train(url, Path(model), Path(directory), options.pushes)
-        return
+    # A trainer that is forked has no threads to compute with.
+    torch.set_num_threads(1)
     found = survive(options.pushes, options.seed)
     print(json.dumps(found, indent=1))
     assert not found["differing_tensors"] and found["largest_logprob_error"] < 1e-4, "the engine serves other weights"
