@@ -141,7 +141,8 @@ def prune(
     removed = prune_versions(directory, newest, keep_last, in_use=checkpoints_in_use(status))
     for folder in removed:
         typer.echo(f"removed {folder}")
-    typer.echo(f"{len(removed)} folders were removed")
+    left = sum(1 for folder in directory.glob("version-*") if folder.is_dir())
+    typer.echo(f"{len(removed)} folders were removed, {left} stay: the last ones, and those that they or the service need")
 
 
 def load_chain(path: Path) -> Chain:

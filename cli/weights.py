@@ -229,8 +229,8 @@ def replicas_table(replicas: Mapping[str, Mapping[str, Any]]) -> Table:
 def _history_table(history: Iterable[Mapping[str, Any]]) -> Table:
     from cli.tables import as_cell, format_time, make_table
 
-    table = make_table("version", "kind", "pushed", "path")
+    table = make_table("version", "kind", "pushed", "root", "path")
     for state in history:
-        pushed = format_time(state["updated_at"])
-        table.add_row(str(state["version"]), state["kind"], pushed, as_cell(state["path"]))
+        pushed, root = format_time(state["updated_at"]), (state["root"] or "")[:16]
+        table.add_row(str(state["version"]), state["kind"], pushed, root, as_cell(state["path"]))
     return table

@@ -256,7 +256,10 @@ def read_digests(folder: Path) -> State:
         stamps = {name: Stamp(dtype, tuple(shape), digest) for name, (dtype, shape, digest) in told["tensors"].items()}
         state = State(folder, int(told["version"]), told["root"], stamps)
     except OSError as error:
-        raise BrokenWeights(f"{folder} is neither a delta nor an anchor: {error}") from error
+        if not folder.is_dir():
+            raise BrokenWeights(f"{folder} is no folder") from error
+        told = f"it holds no {DELTA}, and its {DIGESTS} cannot be read: {error.strerror}"
+        raise BrokenWeights(f"{folder} is neither a delta nor an anchor: {told}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, BrokenWeights):
             raise

@@ -70,6 +70,11 @@ def test_a_damaged_chain_is_named_and_nothing_is_written(versions: list[dict[str
         done = command(args[0], str(tmp_path / "version-4"), *args[1:])
         assert done.returncode == 1 and "version-3 is neither a delta nor an anchor" in done.stderr
     assert not (tmp_path / "folded").exists()
+    for path, says in (
+        (tmp_path / "config", "its digests.json cannot be read: No such file"),
+        (tmp_path / "x", "is no folder"),
+    ):
+        assert says in command("verify", str(path)).stderr
 
 
 def test_pruning_keeps_what_a_kept_delta_is_built_on_and_a_rollback_says_its_kind(
@@ -79,10 +84,12 @@ def test_pruning_keeps_what_a_kept_delta_is_built_on_and_a_rollback_says_its_kin
         kind = "full" if version == 1 else "delta"
         assert command("push", str(tmp_path / f"version-{version}"), "--kind", kind, url=service.url).returncode == 0
     pruned = command("prune", str(tmp_path), "--keep-last", "1", url=service.url)
-    assert "0 folders were removed" in pruned.stdout, pruned.stderr
+    assert "0 folders were removed, 4 stay" in pruned.stdout, pruned.stderr
     assert command("rollback", "3", url=service.url).returncode == 0
     current = service.request("GET", "/weights").json()["current"]
     assert (current["version"], current["kind"], current["path"]) == (5, "delta", str(tmp_path / "version-3"))
+    root = current["root"][:16]
+    assert all(root in command(*args, url=service.url).stdout for args in (("status",), ("chain", current["path"])))
 
 
 def test_a_delta_of_slimes_is_folded_onto_the_checkpoint_that_engines_started_with(tmp_path: Path) -> None:

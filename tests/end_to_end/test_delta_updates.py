@@ -125,6 +125,9 @@ async def test_five_versions_by_delta_serve_the_published_bits(trainer: Trainer,
         assert trainer.mirrored()
         assert Judge().largest_error(trainer.save(f"truth-{number}"), said) < TOLERANCE
     assert kinds == ["full", *["delta"] * 5]
+    assert (await trainer.service.updater.push(current["version"] + 1, str(trainer.save("beside")), "full"))["applied"]
+    whole = await generate(vllm_url, PROMPT, 8)
+    assert (whole.ids, whole.logprobs) == (said.ids, said.logprobs), "pushed whole, it samples the same to the bit"
     folders = [trainer.folder / f"version-{current['version'] - back}" for back in (0, 5)]
     delta, anchor = (sum(file.stat().st_size for file in folder.glob("*.safetensors")) for folder in folders)
     assert delta < 0.03 * anchor
