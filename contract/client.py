@@ -11,8 +11,8 @@ import random
 import re
 import threading
 import time
-from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -112,11 +112,35 @@ def check_token(token: str) -> str:
 class _Core:
     """What both clients know and neither does."""
 
-    def __init__(self, url: str, token: Token, timeout_seconds: float, retry_seconds: float) -> None:
+    def __init__(
+        self, url: str, token: Token, timeout_seconds: float, retry_seconds: float, closing: threading.Event | asyncio.Event
+    ) -> None:
         self.url = url.rstrip("/")
         self.timeout_seconds = timeout_seconds
         self.retry_seconds = retry_seconds
         self._token = token if callable(token) else check_token(token)
+        self._closing = closing
+        self._users = 0
+        self._lock = threading.Lock()
+
+    def _enter(self) -> None:
+        with self._lock:
+            if self._closing.is_set() and not self._users:
+                raise ClientClosed("the client is closed")
+            self._users += 1
+
+    def _leave(self) -> bool:
+        """Whether the connections are to be closed: by the last user, since closing a socket wakes no thread that waits on it, and its
+        number may be reused."""
+        with self._lock:
+            self._users -= 1
+            return self._closing.is_set() and not self._users
+
+    def _begin_closing(self) -> bool:
+        """The same, of a client that nobody uses."""
+        with self._lock:
+            self._closing.set()
+            return not self._users
 
     def _sign(self, request: httpx.Request) -> httpx.Request:
         request.headers["Authorization"] = f"Bearer {self._token() if callable(self._token) else self._token}"
@@ -165,11 +189,9 @@ class ServiceClient(_Core):
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         """Raises ValueError for what cannot be sent as a token, and httpx.InvalidURL."""
-        super().__init__(url, token, timeout_seconds, retry_seconds)
         self.closing = threading.Event()
+        super().__init__(url, token, timeout_seconds, retry_seconds, self.closing)
         self._http = httpx.Client(base_url=self.url, auth=self._sign, timeout=timeout_seconds, transport=transport)
-        self._users = 0
-        self._lock = threading.Lock()
 
     def request(
         self,
@@ -205,31 +227,24 @@ class ServiceClient(_Core):
     def stream(self, method: str, path: str, *, silence_seconds: float, **described: Any) -> Generator[str, None, None]:
         """The lines of the answer as they arrive, at most `silence_seconds` apart. Not retried. Raises `ServiceError`, `ClientClosed`."""
         described["answer_seconds"] = silence_seconds - self.timeout_seconds
+        lines = _Lines()
         with self.keep_open(), self._open(method, path, described) as response:
-            yield from _split_lines(response.iter_text())
+            for piece in response.iter_text():
+                yield from lines.split(piece)
+            yield from lines.end()
 
     @contextmanager
     def keep_open(self) -> Iterator[None]:
         """Keep the connections open inside the block, even if `close` is called meanwhile."""
-        with self._lock:
-            if self.closing.is_set() and not self._users:
-                raise ClientClosed("the client is closed")
-            self._users += 1
+        self._enter()
         try:
             yield
         finally:
-            # Closing a socket wakes no thread that waits on it, and its number may be reused: the last user closes.
-            with self._lock:
-                self._users -= 1
-                last = self.closing.is_set() and not self._users
-            if last:
+            if self._leave():
                 self._http.close()
 
     def close(self) -> None:
-        with self._lock:
-            self.closing.set()
-            idle = not self._users
-        if idle:
+        if self._begin_closing():
             self._http.close()
 
     def _send(
@@ -251,7 +266,7 @@ class ServiceClient(_Core):
 
 
 class AsyncServiceClient(_Core):
-    """As `ServiceClient`. Use it in an `async with` block, or `close` it."""
+    """As `ServiceClient`, for the tasks of one event loop. Use it in an `async with` block, or `close` it."""
 
     def __init__(
         self,
@@ -263,38 +278,80 @@ class AsyncServiceClient(_Core):
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """Raises ValueError for what cannot be sent as a token, and httpx.InvalidURL."""
-        super().__init__(url, token, timeout_seconds, retry_seconds)
+        self.closing = asyncio.Event()
+        super().__init__(url, token, timeout_seconds, retry_seconds, self.closing)
         limits = httpx.Limits(max_connections=64, max_keepalive_connections=16)
         self._http = httpx.AsyncClient(
             base_url=self.url, auth=self._sign, timeout=timeout_seconds, transport=transport, limits=limits
         )
 
-    async def request(self, method: str, path: str, *, retry: RetryRule = TRANSIENT, **described: Any) -> httpx.Response:
-        """The answer, with a status below 300. Raises `ServiceError`."""
-        return await self.repeat(lambda: self.send(method, path, **described), retry=retry)
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        retry: RetryRule = TRANSIENT,
+        until: Callable[[], bool] | None = None,
+        consume: Callable[[httpx.Response], Awaitable[object]] = httpx.Response.aread,
+        **described: Any,
+    ) -> httpx.Response:
+        async with self.keep_open():
+            return await self.repeat(lambda: self._send(method, path, consume, described), retry=retry, until=until)
 
-    async def send(self, method: str, path: str, **described: Any) -> httpx.Response:
-        """The same, tried once."""
-        request = self._build(self._http, method, path, **described)
-        with self._translate(method, path):
-            response = await self._http.send(request)
-        if response.status_code >= 300:
-            raise read_error(response, f"{method} {self.url}{path}")
-        return response
-
-    async def repeat(self, send: Callable[[], Awaitable[T]], *, retry: RetryRule = TRANSIENT) -> T:
-        """What `send` returns, which is called again as the rule says. Raises `ServiceError`."""
-        attempts = Attempts(retry, self.retry_seconds)
+    async def repeat(
+        self, send: Callable[[], Awaitable[T]], *, retry: RetryRule = TRANSIENT, until: Callable[[], bool] | None = None
+    ) -> T:
+        attempts = Attempts(retry, self.retry_seconds, until)
         while True:
             try:
                 return await send()
             except ServiceError as error:
                 pause = attempts.pause_after(error)
-            await asyncio.sleep(pause)
+            if until is None:
+                await asyncio.sleep(pause)
+            else:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self.closing.wait(), pause)
+
+    async def stream(self, method: str, path: str, *, silence_seconds: float, **described: Any) -> AsyncGenerator[str, None]:
+        described["answer_seconds"] = silence_seconds - self.timeout_seconds
+        lines = _Lines()
+        async with self.keep_open(), self._open(method, path, described) as response:
+            async for piece in response.aiter_text():
+                for line in lines.split(piece):
+                    yield line
+            for line in lines.end():
+                yield line
+
+    @asynccontextmanager
+    async def keep_open(self) -> AsyncIterator[None]:
+        self._enter()
+        try:
+            yield
+        finally:
+            if self._leave():
+                await self._http.aclose()
 
     async def close(self) -> None:
-        """Close the connections."""
-        await self._http.aclose()
+        if self._begin_closing():
+            await self._http.aclose()
+
+    async def _send(
+        self, method: str, path: str, consume: Callable[[httpx.Response], Awaitable[object]], described: Mapping[str, Any]
+    ) -> httpx.Response:
+        async with self._open(method, path, described) as response:
+            await consume(response)
+            return response
+
+    @asynccontextmanager
+    async def _open(self, method: str, path: str, described: Mapping[str, Any]) -> AsyncIterator[httpx.Response]:
+        request = self._build(self._http, method, path, **described)
+        with self._translate(method, path):
+            async with aclosing(await self._http.send(request, stream=True)) as response:
+                if response.status_code >= 300:
+                    await response.aread()
+                    raise read_error(response, f"{method} {self.url}{path}")
+                yield response
 
     async def __aenter__(self) -> Self:
         return self
@@ -339,11 +396,17 @@ def _parse_retry_after(value: str | None) -> float | None:
     return max(0.0, (moment.astimezone(UTC) - datetime.now(UTC)).total_seconds())
 
 
-def _split_lines(pieces: Iterable[str]) -> Iterator[str]:
+class _Lines:
     """Not httpx's lines, which also end at characters that JSON strings hold as they are, such as U+2028."""
-    rest = ""
-    for piece in pieces:
-        *lines, rest = (rest + piece).split("\n")
-        yield from lines
-    if rest:
-        yield rest
+
+    def __init__(self) -> None:
+        self._rest = ""
+
+    def split(self, piece: str) -> list[str]:
+        """The lines that end in the piece."""
+        *lines, self._rest = (self._rest + piece).split("\n")
+        return lines
+
+    def end(self) -> list[str]:
+        """The last line, if no line feed ended it."""
+        return [self._rest] if self._rest else []

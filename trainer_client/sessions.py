@@ -20,12 +20,13 @@ import logging
 import math
 import subprocess
 import uuid
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 from urllib.parse import quote
+
+import httpx
 
 from contract.client import JSON, TRANSIENT, AsyncServiceClient, RetryRule, ServiceClient, is_never_started
 from contract.errors import ResourceConflict, ResourceNotFound, ServiceError
@@ -47,9 +48,8 @@ TIMEOUTS = (TimeoutError, subprocess.TimeoutExpired)
 INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestStep:
-    """One request."""
+class RequestStep(NamedTuple):
+    """One request: arguments of a client's `request`."""
 
     method: str
     path: str
@@ -59,6 +59,34 @@ class RequestStep:
 
 
 Steps = Generator[RequestStep, Any, T]
+
+
+class StepCourse(Generic[T]):
+    """Steps under way. `next_request` is None once they have returned `result`. What they raise, `answer` and `fail` raise."""
+
+    result: T
+
+    def __init__(self, steps: Steps[T]) -> None:
+        self._steps = steps
+        self._go_on(steps.send, None)
+
+    def answer(self, response: httpx.Response) -> None:
+        try:
+            answer = decode_body(response) if response.content else None
+        except ServiceError as error:
+            self.fail(error)
+        else:
+            self._go_on(self._steps.send, answer)
+
+    def fail(self, error: ServiceError) -> None:
+        self._go_on(self._steps.throw, error)
+
+    def _go_on(self, resume: Callable[[Any], RequestStep], outcome: Any) -> None:
+        self.next_request: dict[str, Any] | None = None
+        try:
+            self.next_request = resume(outcome)._asdict()
+        except StopIteration as end:
+            self.result = end.value
 
 
 class OpenedSession:
@@ -208,19 +236,15 @@ class Sessions:
 
     def carry_out(self, steps: Steps[T]) -> T:
         """What the steps return."""
-        try:
-            ask = next(steps)
-            while True:
-                try:
-                    response = self._service.request(ask.method, ask.path, body=ask.body, retry=ask.retry, accept=ask.accept)
-                    answer = decode_body(response) if response.content else None
-                except ServiceError as error:
-                    ask = steps.throw(error)
-                else:
-                    ask = steps.send(answer)
-        except StopIteration as end:
-            result: T = end.value
-            return result
+        course = StepCourse(steps)
+        while course.next_request is not None:
+            try:
+                response = self._service.request(**course.next_request)
+            except ServiceError as error:
+                course.fail(error)
+            else:
+                course.answer(response)
+        return course.result
 
     def close(self) -> None:
         """Close the connections; sessions stay as they are."""
@@ -275,21 +299,15 @@ class AsyncSessions:
         return AsyncSession(await self.carry_out(open_steps(fields)), self)
 
     async def carry_out(self, steps: Steps[T]) -> T:
-        try:
-            ask = next(steps)
-            while True:
-                try:
-                    response = await self._service.request(
-                        ask.method, ask.path, body=ask.body, retry=ask.retry, accept=ask.accept
-                    )
-                    answer = decode_body(response) if response.content else None
-                except ServiceError as error:
-                    ask = steps.throw(error)
-                else:
-                    ask = steps.send(answer)
-        except StopIteration as end:
-            result: T = end.value
-            return result
+        course = StepCourse(steps)
+        while course.next_request is not None:
+            try:
+                response = await self._service.request(**course.next_request)
+            except ServiceError as error:
+                course.fail(error)
+            else:
+                course.answer(response)
+        return course.result
 
     async def close(self) -> None:
         await self._service.close()

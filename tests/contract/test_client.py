@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from typing import Any
@@ -45,6 +44,39 @@ def scripted() -> Iterator[ScriptedService]:
 @pytest.fixture
 def service(scripted: ScriptedService) -> ScriptedService:
     return scripted.reset()
+
+
+class InThreads:
+    """The sync client as its tests call both: each method in a thread."""
+
+    def __init__(self, client: ServiceClient) -> None:
+        self.closing = client.closing
+        self._client = client
+
+    async def request(self, *args: Any, consume: Callable[..., Any] = httpx.Response.read, **asked: Any) -> httpx.Response:
+        return await asyncio.to_thread(self._client.request, *args, consume=consume, **asked)
+
+    async def stream(self, *args: Any, **asked: Any) -> AsyncIterator[str]:
+        for line in await asyncio.to_thread(lambda: list(self._client.stream(*args, **asked))):
+            yield line
+
+    @asynccontextmanager
+    async def keep_open(self) -> AsyncIterator[None]:
+        with self._client.keep_open():
+            yield
+
+    async def close(self) -> None:
+        self._client.close()
+
+
+Client = InThreads | AsyncServiceClient
+
+
+@pytest.fixture(params=["sync", "async"])
+async def client(service: ScriptedService, request: pytest.FixtureRequest) -> AsyncIterator[Client]:
+    made = InThreads(ServiceClient(service.url, "t")) if request.param == "sync" else AsyncServiceClient(service.url, "t")
+    yield made
+    await made.close()
 
 
 def ask_sync(url: str, *args: Any, token: Any = "t", made: dict[str, Any] | None = None, **asked: Any) -> httpx.Response:
@@ -184,53 +216,57 @@ def test_retry_after_may_be_a_date(service: ScriptedService, ask: Ask) -> None:
     assert len(service.received) == 1, "the wait would outlast the time for retries"
 
 
-# The sync client besides: streams, answers read as they arrive, closing
+# Streams, answers read as they arrive, closing
 
 
-def test_the_lines_of_a_stream_arrive_whole_whatever_is_in_them(service: ScriptedService) -> None:
+async def test_the_lines_of_a_stream_arrive_whole_whatever_is_in_them(service: ScriptedService, client: Client) -> None:
     lines = [json.dumps({"text": "a\u2028b\x85c"}, ensure_ascii=False), "", "end"]
     service.script("POST /lines", Answer(200, "\n".join(lines).encode()))
-    client = ServiceClient(service.url, "t")
-    assert list(client.stream("POST", "/lines", silence_seconds=30, body={})) == lines
+    assert [line async for line in client.stream("POST", "/lines", silence_seconds=30, body={})] == lines
     service.script("POST /lines", error_answer(409, "conflict", "not now"), GOOD)
     with pytest.raises(ResourceConflict, match="not now"):
-        list(client.stream("POST", "/lines", silence_seconds=30))
-    client.close()
+        [line async for line in client.stream("POST", "/lines", silence_seconds=30)]
 
 
-def test_an_answer_that_breaks_off_is_read_again_from_its_beginning(service: ScriptedService) -> None:
+async def test_an_answer_that_breaks_off_is_read_again_from_its_beginning(service: ScriptedService, client: Client) -> None:
     service.script("GET /long", Answer(200, b"half", cut=True), Answer(200, b"whole"))
     read: list[bytes] = []
-    client = ServiceClient(service.url, "t")
-    client.request("GET", "/long", consume=lambda response: read.extend(response.iter_bytes()))
-    client.close()
+
+    async def collect(response: httpx.Response) -> None:
+        async for piece in response.aiter_bytes():
+            read.append(piece)
+
+    consume: Any = (lambda response: read.extend(response.iter_bytes())) if isinstance(client, InThreads) else collect
+    await client.request("GET", "/long", consume=consume)
     assert read == [b"half", b"whole"]
 
 
-def test_a_closed_client_lets_requests_in_flight_end_and_takes_no_others(service: ScriptedService) -> None:
+async def test_a_closed_client_lets_requests_in_flight_end_and_takes_no_others(
+    service: ScriptedService, client: Client
+) -> None:
     service.script("GET /things", GOOD)
-    client = ServiceClient(service.url, "t")
-    with client.keep_open():
-        client.close()
-        assert client.request("GET", "/things").json() == {"good": True}
+    async with client.keep_open():
+        await client.close()
+        assert (await client.request("GET", "/things")).json() == {"good": True}
     with pytest.raises(ClientClosed):
-        client.request("GET", "/things")
+        await client.request("GET", "/things")
 
 
-def test_closing_ends_the_wait_for_another_attempt(service: ScriptedService) -> None:
+async def test_closing_ends_the_wait_for_another_attempt(service: ScriptedService, client: Client) -> None:
     service.script("GET /things", error_answer(503, "", "", retry_after="50"))
-    client = ServiceClient(service.url, "t")
-
-    def ask() -> None:
-        with suppress(ServiceUnavailable):
-            client.request("GET", "/things", until=client.closing.is_set)
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    service.wait_for(lambda: len(service.received) == 1)
-    client.close()
-    asking.join()
+    asking = asyncio.create_task(client.request("GET", "/things", until=client.closing.is_set))
+    await asyncio.to_thread(service.wait_for, lambda: len(service.received) == 1)
+    await client.close()
+    with pytest.raises(ServiceUnavailable):
+        await asking
     assert len(service.received) <= 2
+
+
+async def test_nothing_is_retried_that_nobody_waits_for(service: ScriptedService, client: Client) -> None:
+    service.script("GET /things", error_answer(503, "", "", retry_after="0.1"), GOOD)
+    with pytest.raises(ServiceUnavailable):
+        await client.request("GET", "/things", until=lambda: True)
+    assert len(service.received) == 1
 
 
 # The core
