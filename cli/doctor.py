@@ -43,9 +43,6 @@ def doctor(
         str | None,
         typer.Option(envvar="VERBATIM_REDIS", metavar="URL", help="Also check this Redis, as seen from here."),
     ] = None,
-    data_dir: Annotated[
-        Path, typer.Option(envvar="VERBATIM_DATA_DIR", metavar="DIR", help="Where the service keeps, or will keep, its data.")
-    ] = Path("verbatim-data"),
     run: OfRun = None,
     as_json: AsJson = False,
 ) -> None:
@@ -71,7 +68,7 @@ def doctor(
         checks += asyncio.run(check_redis(redis))
     elif not find_missing(EXTRAS["proxy"]):
         checks.append(check_embedded_store())
-    checks += [*check_node_parts(), *check_disks(data_dir)]
+    checks += [*check_node_parts(), *check_disks(Path(os.environ.get("VERBATIM_DATA_DIR") or "verbatim-data"))]
     if as_json:
         print_json([{"about": c.about, "state": c.state, "found": c.found, "advice": c.advice or None} for c in checks])
     else:

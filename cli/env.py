@@ -9,18 +9,18 @@ from typing import Annotated, Any
 
 import typer
 
-from cli.options import AsJson, NewSessionId, RunName, ServiceUrl
+from cli.options import HARNESS, MODEL, AsJson, NewSessionId, RunName, ServiceUrl
 from cli.refusal import CommandError
-from cli.run import HarnessName, ModelName, RunSession, find_model, load_harness, open_session
+from cli.run import RunSession, find_model, load_harness, open_session
 from rollout.harnesses.definition import Harness
 from rollout.harnesses.prepared import HarnessError, home_variables
 
 
 def env(
-    harness: HarnessName,
+    harness: Annotated[str, HARNESS],
     session_id: NewSessionId = None,
     run: RunName = None,
-    model: ModelName = None,
+    model: Annotated[str | None, MODEL] = None,
     home: Annotated[
         Path | None,
         typer.Option(

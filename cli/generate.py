@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from cli.checks import EXTRAS
-from cli.options import HARNESS, RUNTIME, SAMPLES, TASK_MODEL, RunName, TasksFile, check_installed
+from cli.options import HARNESS, MODEL, RUNTIME, SAMPLES, RunName, ServiceUrl, TasksFile, check_installed
 from cli.refusal import CommandError
 from cli.stop_signals import StopSignals
 
@@ -25,12 +25,11 @@ def generate(
     engine: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="URL", help="Start a service and a node for this engine. Repeat it for every replica of the model."
+            metavar="URL",
+            help="Start a service and a node for this engine, in place of the service at --url. Repeatable, for replicas of the model.",
         ),
     ] = None,
-    url: Annotated[
-        str | None, typer.Option(metavar="URL", help="Use this running service and its nodes instead; VERBATIM_ADMIN_TOKEN.")
-    ] = None,
+    url: ServiceUrl = None,
     accept: Annotated[
         str, typer.Option(metavar="EXPR", help="Over reward, status, calls, tokens, seconds, attempt and metadata.")
     ] = "reward > 0",
@@ -44,7 +43,7 @@ def generate(
     max_samples: Annotated[
         int | None, typer.Option(metavar="M", min=1, help="Attempts per task in all. Default: --samples, which is one round.")
     ] = None,
-    model: Annotated[str | None, TASK_MODEL] = None,
+    model: Annotated[str | None, MODEL] = None,
     runtime: Annotated[str | None, RUNTIME] = None,
     run: RunName = None,
     at_once: Annotated[
@@ -69,7 +68,7 @@ def generate(
     nothing was accepted.
     """
     check_flags(engine, url, at_once, samples, want, max_samples)
-    if url is None:
+    if engine:
         check_installed("generate --engine", (*NEEDS, *EXTRAS["proxy"]), "proxy,rollout,archive")
     check_installed("generate", NEEDS, "rollout,archive")
     from cli.archive_api import ArchiveApi
@@ -91,15 +90,15 @@ def generate(
         try:
             with ExitStack() as stack:
                 screen = stack.enter_context(Screen())
-                if url is not None:
+                if not engine:
                     api, wait = ArchiveApi(url), stop.wait
                     screen.report_needs(check_nodes(inputs, api))
                 else:
-                    screen.report_needs(asyncio.run(check_own_node(inputs, engine or [], folder, screen.say)))
+                    screen.report_needs(asyncio.run(check_own_node(inputs, engine, folder, screen.say)))
                     from cli.serving.own_service import OwnService
 
                     kinds, most = list_kinds(inputs), at_once or AT_ONCE
-                    own = OwnService(engine or [], folder.data, folder.logs, stop.wait, screen.say, most, kinds, folder.id)
+                    own = OwnService(engine, folder.data, folder.logs, stop.wait, screen.say, most, kinds, folder.id)
                     stack.enter_context(own)
                     api, wait = ArchiveApi(own.url, own.token), own.wait
                 stack.enter_context(api)
@@ -117,10 +116,12 @@ def check_flags(
     engine: list[str] | None, url: str | None, at_once: int | None, samples: int, want: int | None, max_samples: int | None
 ) -> None:
     """Raises `CommandError` (exit code 2)."""
-    if bool(engine) == bool(url):
+    if engine and url:
         raise CommandError("pass either --engine, to start a service, or --url, to use a running one", exit_code=2)
-    if url and at_once is not None:
-        raise CommandError("--at-once configures the node that --engine starts; the nodes of --url have their own", exit_code=2)
+    if not engine and at_once is not None:
+        raise CommandError(
+            "--at-once configures the node that --engine starts; a running service's have their own", exit_code=2
+        )
     most = max_samples or samples
     if most < samples:
         raise CommandError(f"--max-samples {most} is less than --samples {samples}", exit_code=2)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.options import HARNESS, RUNTIME, SAMPLES, TASK_MODEL, check_installed, find_missing
+from cli.options import HARNESS, MODEL, RUNTIME, SAMPLES, check_installed, find_missing
 from cli.refusal import CommandError
 from cli.run import parse_variables
 from reconstruct.extras import how_to_install
@@ -54,7 +54,7 @@ def import_tasks(
     ] = None,
     runtime: Annotated[str, RUNTIME] = "docker",
     samples: Annotated[int, SAMPLES] = 1,
-    model: Annotated[str | None, TASK_MODEL] = None,
+    model: Annotated[str | None, MODEL] = None,
     var: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME[=VALUE]", help="The value of ${NAME} in Harbor's folders. Repeatable."),

@@ -89,10 +89,6 @@ def node(
         int, typer.Option(metavar="MB", min=1, help="Logs of ended rollouts beyond this are removed, the oldest first.")
     ] = 8192,
     log_level: LogLevel = "info",
-    log_format: Annotated[
-        str,
-        typer.Option(envvar="VERBATIM_LOG_FORMAT", metavar="human|json", help="Lines for people, or one JSON object per line."),
-    ] = "human",
 ) -> None:
     """Take rollouts of submitted tasks and run them on this machine.
 
@@ -104,7 +100,7 @@ def node(
     verbatim node --label gpu=no --runtime docker
 
     The first SIGTERM or Ctrl-C lets running rollouts finish within --drain-seconds and returns the others to the queue; a second
-    one stops them all.
+    one stops them all. VERBATIM_LOG_FORMAT=json logs one JSON object per line.
     """
     check_installed("node", NEEDS, "rollout")
     from cli.control import ADMIN, NODE, CommandClient
@@ -112,7 +108,7 @@ def node(
     from rollout.node import NodeSettings
     from rollout.stages import Slots
 
-    logs.configure(log_level, log_format)
+    logs.configure(log_level, os.environ.get("VERBATIM_LOG_FORMAT") or "human")
     settings = NodeSettings(
         labels=parse_labels(labels or []),
         cpus=cpus or float(len(os.sched_getaffinity(0))),

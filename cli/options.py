@@ -42,13 +42,19 @@ LogLevel = Annotated[
 ]
 NewSessionId = Annotated[str | None, typer.Option("--session-id", metavar="ID", help="The new session's id. Default: random.")]
 
-HARNESS = typer.Option("--harness", metavar="NAME", help="A harness, or a .toml file of one.")
+HARNESS = typer.Option(
+    "--harness",
+    metavar="NAME",
+    help="aider, claude-code, cline, codex, continue, copilot-cli, droid, gemini-cli, gptme, kilo, kimi-cli, llm, mini-swe-agent, "
+    "mistral-vibe, openai-agents, opencode, openhands, pi, qwen-code, shell, a definition in the folder VERBATIM_HARNESSES, or the "
+    "path of a .toml file.",
+)
 SAMPLES = typer.Option("--samples", metavar="N", min=1, help="Attempts per task, run in parallel.")
-TASK_MODEL = typer.Option("--model", metavar="M", help="The model to request. Default: the service's choice.")
+MODEL = typer.Option("--model", metavar="M", help="The model to request. Default: the service's choice.")
 RUNTIME = typer.Option(
     "--runtime", metavar="KIND", help="Where harnesses run: local, docker, apptainer, kubernetes or your own kind."
 )
-"""What commands say of the tasks that they make or read, each with a default of its own."""
+"""What commands say of what they run, or of the tasks that they make or read, each with a default of its own."""
 
 SERVICE = "Service: --url or VERBATIM_URL; token: VERBATIM_ADMIN_TOKEN, or a file of it in VERBATIM_ADMIN_TOKEN_FILE."
 """For the help of groups of commands."""

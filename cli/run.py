@@ -1,4 +1,4 @@
-"""`verbatim run`: a session for one harness that runs here, and the sessions and options that other commands of harnesses share."""
+"""`verbatim run`: a session for one harness that runs here, and the sessions that other commands of harnesses share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from urllib.parse import quote
 import httpx
 import typer
 
-from cli.options import GroupId, GroupSize, NewSessionId, Reward, RunName, ServiceUrl, TaskId
+from cli.options import HARNESS, MODEL, GroupId, GroupSize, NewSessionId, Reward, RunName, ServiceUrl, TaskId
 from cli.refusal import CommandError
 from cli.sessions import accounting_line, count_roles
 from cli.stop_signals import StopSignals
@@ -41,12 +41,12 @@ NOT_FOUND = 127
 
 
 def run(
-    harness: HarnessName,
+    harness: Annotated[str, HARNESS],
     words: Annotated[
         list[str] | None,
         typer.Argument(metavar="-- PROMPT", help="The prompt; for the harness shell, the command and its arguments."),
     ] = None,
-    model: ModelName = None,
+    model: Annotated[str | None, MODEL] = None,
     url: ServiceUrl = None,
     session_id: NewSessionId = None,
     task_id: TaskId = None,
@@ -456,20 +456,3 @@ class RunSession:
         line = accounting_line(len(rows), exported["accounting"])
         lines = [f"session {self.session_id} {status or session['status']}: {session['calls']} calls, {line}"]
         return [*lines, f"rows: {count_roles(rows)}"] if rows else lines
-
-
-# Options of both commands
-
-
-HarnessName = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="aider, claude-code, cline, codex, continue, copilot-cli, droid, gemini-cli, gptme, kilo, kimi-cli, llm, mini-swe-agent, "
-        "mistral-vibe, openai-agents, opencode, openhands, pi, qwen-code, shell, a definition in the folder VERBATIM_HARNESSES, or the "
-        "path of a .toml file.",
-    ),
-]
-ModelName = Annotated[
-    str | None, typer.Option(metavar="M", help="The model to request. Default: the first one that the service lists.")
-]

@@ -1,4 +1,4 @@
-"""`verbatim runs`: the training runs of a service, what each adds up to and loses, and several side by side."""
+"""`verbatim runs`: the training runs of a service, what each adds up to and loses, one alone or several side by side."""
 
 from __future__ import annotations
 
@@ -19,9 +19,15 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help=f"List, show, compare, export, end and hide training runs. Sessions and tasks name theirs with --run. {SERVICE}",
+    help=f"List, show, export, end and hide training runs. Sessions and tasks name theirs with --run. {SERVICE}",
 )
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
+MARKS: Mapping[str, tuple[str, bool]] = {
+    "ended": ("ended", True),
+    "going": ("ended", False),
+    "hidden": ("hidden", True),
+    "shown": ("hidden", False),
+}
 ROWS: Mapping[str, tuple[str, bool]] = {
     "rollouts": ("rollouts", False),
     "mean reward": ("reward", False),
@@ -61,49 +67,37 @@ def list_(url: ServiceUrl = None, as_json: AsJson = False) -> None:
         standard_output().print(runs_table(runs))
 
 
-@app.command("show", short_help="Show a run: rewards, losses and why, groups by state.")
-def show(run: Run, url: ServiceUrl = None, as_json: AsJson = False) -> None:
+@app.command("show", short_help="Show a run: rewards, losses and why, groups by state; or several side by side.")
+def show(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="The run's name. Of several: their sums, in columns.")],
+    url: ServiceUrl = None,
+    as_json: AsJson = False,
+) -> None:
     """Show what a run adds up to, what of it is lost and why, and where its groups are.
 
     \b
     verbatim runs show grpo-3
-    """
-    from cli.control import CommandClient
-    from cli.tables import print_json, standard_output
+    verbatim runs show grpo-3 grpo-4
 
-    found = CommandClient(url).get(path_of(run))
-    if as_json:
-        print_json(found)
-        return
-    console = standard_output()
-    console.print(sums_table([found]))
-    for reason, lost in found["sums"]["quarantined"].items():
-        kept = "left out by choice" if REASONS[reason].chosen else "lost"
-        console.print(f"{reason}: {lost['tokens']} tokens of {lost['calls']} calls, {kept}. {REASONS[reason].sentence}")
-    for each in found["groups"]:
-        console.print(f"groups {each['state']}{' (' + each['cause'] + ')' if each['cause'] else ''}: {each['groups']}")
-
-
-@app.command("compare", short_help="Show several runs side by side.")
-def compare(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="The runs' names.")],
-    url: ServiceUrl = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show the same numbers of several runs in columns. Their curves over each other are on the page /ui/run.
-
-    \b
-    verbatim runs compare grpo-3 grpo-4
+    The curves of several over each other are on the page /ui/run.
     """
     from cli.control import CommandClient
     from cli.tables import print_json, standard_output
 
     control = CommandClient(url)
-    found = [control.get(path_of(run)) for run in runs]
+    found, *others = [control.get(path_of(run)) for run in runs]
     if as_json:
-        print_json(found)
-    else:
-        standard_output().print(sums_table(found))
+        print_json([found, *others] if others else found)
+        return
+    console = standard_output()
+    console.print(sums_table([found, *others]))
+    if others:
+        return
+    for reason, lost in found["sums"]["quarantined"].items():
+        kept = "left out by choice" if REASONS[reason].chosen else "lost"
+        console.print(f"{reason}: {lost['tokens']} tokens of {lost['calls']} calls, {kept}. {REASONS[reason].sentence}")
+    for each in found["groups"]:
+        console.print(f"groups {each['state']}{' (' + each['cause'] + ')' if each['cause'] else ''}: {each['groups']}")
 
 
 @app.command("export", short_help="Write a run's curves for TensorBoard or W&B.")
@@ -142,20 +136,25 @@ def export(
 @app.command("mark", short_help="End or hide a run, or take that back.")
 def mark(
     run: Run,
-    ended: Annotated[bool | None, typer.Option("--ended/--going", help="Over: the metrics leave it out.")] = None,
-    hidden: Annotated[bool | None, typer.Option("--hidden/--shown", help="Left out of the page and of GET /run.")] = None,
+    marks: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="ended|going|hidden|shown...",
+            help="ended: the metrics leave it out. hidden: so do the page and GET /run. going and shown take that back.",
+        ),
+    ],
     url: ServiceUrl = None,
 ) -> None:
     """Declare a run over or hidden, or take that back. Nothing is deleted.
 
     \b
-    verbatim runs mark grpo-3 --ended
+    verbatim runs mark grpo-3 ended
     """
     from cli.control import CommandClient
 
-    if ended is None and hidden is None:
-        raise CommandError("say which mark: --ended or --going, --hidden or --shown", exit_code=2)
-    marked = CommandClient(url).patch(path_of(run), {"ended": ended, "hidden": hidden})
+    if unknown := [mark for mark in marks if mark not in MARKS]:
+        raise CommandError(f"the mark {unknown[0]!r} is invalid: choose from {', '.join(MARKS)}", exit_code=2)
+    marked = CommandClient(url).patch(path_of(run), dict(MARKS[mark] for mark in marks))
     typer.echo(f"{run}: {'over' if marked['ended_at'] else 'going on'}, {'hidden' if marked['hidden'] else 'shown'}")
 
 

@@ -374,8 +374,7 @@ dead_letters = typer.Typer(
 PAGE = 1000
 
 Letters = Annotated[list[str] | None, typer.Argument(metavar="[LETTER]", help="Ids of dead letters, or of their groups.")]
-All = Annotated[bool, typer.Option("--all", help="All, or all that --reason selects.")]
-Reason = Annotated[str | None, typer.Option(metavar="TEXT", help="Only letters whose reason contains this text.")]
+Reason = Annotated[str | None, typer.Option(metavar="TEXT", help="Only letters whose reason contains this text; '' is in all.")]
 
 
 @dead_letters.command("list")
@@ -400,29 +399,29 @@ def list_(
 
 
 @dead_letters.command("retry")
-def retry(names: Letters = None, all_: All = False, reason: Reason = None, url: ServiceUrl = None) -> None:
+def retry(names: Letters = None, reason: Reason = None, url: ServiceUrl = None) -> None:
     """Deliver groups again, with their delivery count reset; an incomplete group waits for its members again.
 
     \b
-    verbatim dead-letters retry --all --reason "too often"
+    verbatim dead-letters retry --reason "too often"
     """
     from cli.control import CommandClient
 
     control = CommandClient(url)
-    _apply(control, names, all_, reason, "delivered again", lambda path: control.post(f"{path}/retry", {}))
+    _apply(control, names, reason, "delivered again", lambda path: control.post(f"{path}/retry", {}))
 
 
 @dead_letters.command("drop")
-def drop(names: Letters = None, all_: All = False, reason: Reason = None, url: ServiceUrl = None) -> None:
+def drop(names: Letters = None, reason: Reason = None, url: ServiceUrl = None) -> None:
     """Remove groups from the list for good. Their sessions stay until they are deleted.
 
     \b
-    verbatim dead-letters drop --all --reason unreadable
+    verbatim dead-letters drop --reason unreadable
     """
     from cli.control import CommandClient
 
     control = CommandClient(url)
-    _apply(control, names, all_, reason, "dropped", control.delete)
+    _apply(control, names, reason, "dropped", control.delete)
 
 
 def list_letters(control: CommandClient, reason: str | None) -> Iterator[dict[str, Any]]:
@@ -449,7 +448,6 @@ def letters_table(found: list[dict[str, Any]]) -> Table:
 def _apply(
     control: CommandClient,
     names: list[str] | None,
-    all_: bool,
     reason: str | None,
     done: str,
     act: Callable[[str], dict[str, Any]],
@@ -458,7 +456,7 @@ def _apply(
     from rich.console import Console
     from rich.progress import track
 
-    selected, screen = _select(control, names, all_, reason), Console(stderr=True)
+    selected, screen = _select(control, names, reason), Console(stderr=True)
     refusals: list[str] = []
     count = 0
     for name in track(selected, "dead letters", console=screen, transient=True, disable=not screen.is_terminal):
@@ -471,12 +469,8 @@ def _apply(
         raise CommandError("; ".join(refusals[:5]) + (f"; and {len(refusals) - 5} more" if len(refusals) > 5 else ""))
 
 
-def _select(control: CommandClient, names: list[str] | None, all_: bool, reason: str | None) -> list[str]:
+def _select(control: CommandClient, names: list[str] | None, reason: str | None) -> list[str]:
     """The letters to act on, all listed first because `act` changes the list."""
-    if bool(names) == all_:
-        raise CommandError("name the letters, or pass --all", exit_code=2)
-    if not names:
-        return [letter["letter_id"] for letter in list_letters(control, reason)]
-    if reason is not None:
-        raise CommandError("--reason only works with --all", exit_code=2)
-    return names
+    if bool(names) == (reason is not None):
+        raise CommandError("name the letters, or choose them with --reason TEXT, '' for all", exit_code=2)
+    return names or [letter["letter_id"] for letter in list_letters(control, reason or None)]

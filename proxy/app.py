@@ -58,6 +58,7 @@ from proxy.outbound import Outbound
 from proxy.projects import Projects
 from proxy.retention import Retention
 from proxy.scoring.hook import ScoreHook
+from proxy.scoring.scorers import Scorer, select
 from proxy.scoring.scoring import Scoring
 from proxy.services import Services
 from proxy.settings import Settings
@@ -168,7 +169,7 @@ def build_services(settings: Settings, store: StoreConnection, limits: ProcessLi
             ForkHook(Replays(pool, sessions, cache, metrics)),
             LookaheadHook(pool, outbound),
             ImageHook(ImageCache(media, limits.image_cache_bytes), pool.kinds),
-            ScoreHook(settings.scorers, lambda: services.scoring),
+            ScoreHook(select(settings.scorers, Scorer), lambda: services.scoring),
         ),
     )
     services.scoring = Scoring(services, ScoreJobStore(store), fill_group)

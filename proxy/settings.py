@@ -25,7 +25,7 @@ from proxy.auth import check_token, is_loopback, token_in, tokens_in
 from proxy.builders import plugins as builders
 from proxy.engine.kinds import plugins as engine_kinds
 from proxy.engine.wire.tls import build_client_tls
-from proxy.scoring.scorers import Scorer, ScorerName, ScoringLimits, TurnJudge
+from proxy.scoring.scorers import AnyScorer, ScorerName, ScoringLimits
 from reconstruct.extras import how_to_install
 from reconstruct.roles import RoleRule
 
@@ -133,6 +133,8 @@ class GroupSettings(BaseModel, frozen=True, extra="forbid"):
     zero_variance: Literal["keep", "drop"] = "keep"
     max_quarantined_share: float | None = Field(default=None, ge=0, le=1)
     timeout_seconds: float = Field(default=86400.0, ge=0, allow_inf_nan=False)
+    stale: Literal["keep", "drop", "flag"] = "keep"
+    max_deliveries: int = Field(default=5, ge=1)
 
 
 class CallLimits(BaseModel, frozen=True, extra="forbid"):
@@ -327,14 +329,12 @@ class Settings(BaseSettings):
     """Estimated memory for these trees in one process; the least recently used go first, their texts before the rest. Default: a quarter of
     the memory of the machine, or of its container, divided among the processes."""
 
-    scorers: dict[ScorerName, Scorer] = Field(default_factory=dict)
-    """Who is asked for the logprobs of sampled tokens, by names that sessions use in `scores`:
+    scorers: dict[ScorerName, AnyScorer] = Field(default_factory=dict)
+    """Who is asked about what was sampled, by names that sessions use in `scores`. For the logprobs of sampled tokens:
     {"teacher": {"policy": "teacher", "top_k": 8, "at": "close", "required": true}}. `policy`: whose engines; "" is the default policy.
     `at`: close, of sessions that name it; demand; or call, which asks the policy that sampled while its version serves. `when`: always, or
     of calls under a grammar. `prompt`: sampled, or hindsight, which has the call's hint, too. `top_k`: so many alternatives a token.
-    `required`: a session without its scores is not usable."""
-    judges: dict[ScorerName, TurnJudge] = Field(default_factory=dict)
-    """Who is asked for a reward of each call of a closed session that names it in `scores`: {"prm": {"url":
+    `required`: a session without its scores is not usable. For a reward of each call, once the session is closed: {"prm": {"url":
     "http://judge:9000/turn"}}, or a frozen `model` of the pool with so many `votes`, which is asked for `hints`, too. `required`: a session
     without its verdicts is not usable. `timeout_seconds`: of one question to a url."""
     scoring: ScoringLimits = ScoringLimits()
@@ -351,16 +351,15 @@ class Settings(BaseSettings):
     """When a session is closed or deleted, how long its calls in flight, in all processes, may take to end and be recorded."""
 
     group: GroupSettings = GroupSettings()
-    """When a group is delivered; the fields of a task's `group`, which win, and `timeout_seconds`. `policy`: all members usable
+    """When a group is delivered. A task's `group` has the first four of these fields, and wins. `policy`: all members usable
     (require_all), at least `minimum` usable (allow_partial), or drop it when any member failed (drop). `zero_variance`: keep or drop groups
     whose rewards are all equal. `max_quarantined_share`: the largest share of a session's sampled tokens that may be quarantined for it
     to be usable, not counting roles and models that are not trained; null: any. `timeout_seconds`: how long an incomplete group waits for
     its next member, 0 for ever; then require_all makes it a dead letter, drop drops it, and allow_partial delivers the members there are
-    if `minimum` of them are usable."""
+    if `minimum` of them are usable. `stale`: what a lease does with groups staler than its max_staleness: keep them for others, drop them,
+    or deliver them flagged as stale. `max_deliveries`: deliveries of one group before it becomes a dead letter."""
     solved_reward: float = Field(1.0, allow_inf_nan=False)
     """The reward from which on the numbers of the run count a session as solved."""
-    stale_groups: Literal["keep", "drop", "flag"] = "keep"
-    """What a lease does with groups staler than its max_staleness: keep them for others, drop them, or deliver them flagged as stale."""
     admission: AdmissionSettings = AdmissionSettings()
     """How far rollouts may run ahead of trainers; opening a session that would start a group beyond it gets 429. `undelivered_groups`: how
     many groups may be open, filling or ready at once; 0: any number. {"staleness": 1, "groups_per_version": 32}: how many versions behind
@@ -368,8 +367,6 @@ class Settings(BaseSettings):
     `groups_per_version` is the most groups that trainers take between two versions, including those acknowledged untrained: if it is less
     than a step needs, trainer and rollouts can wait for each other for ever. `hold_seconds`: how long such a request is held before it
     gets that 429."""
-    max_deliveries: int = Field(5, ge=1)
-    """Deliveries of one group before it becomes a dead letter."""
 
     retention: RetentionSettings = RetentionSettings()
     """What happens to closed sessions. None is deleted that is leased or whose group may still be delivered. `seconds`: how long to keep
@@ -433,13 +430,6 @@ class Settings(BaseSettings):
     def _check_builder(cls, name: str) -> str:
         builders().load(name)
         return name
-
-    @field_validator("judges")
-    @classmethod
-    def _check_judges(cls, judges: dict[str, TurnJudge], others: ValidationInfo) -> dict[str, TurnJudge]:
-        if both := sorted(judges.keys() & others.data.get("scorers", {}).keys()):
-            raise ValueError(f"{both[0]!r} is a scorer, too (VERBATIM_SCORERS): sessions could not say which they mean")
-        return judges
 
     @field_validator("policy_models")
     @classmethod

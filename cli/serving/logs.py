@@ -66,7 +66,7 @@ def configure(level: str, form: str = "human") -> None:
     if level.lower() not in LEVELS:
         raise CommandError(f"--log-level {level!r} is invalid: choose one of {', '.join(LEVELS)}", exit_code=2)
     if form not in FORMATS:
-        raise CommandError(f"--log-format {form!r} is invalid: choose one of {', '.join(FORMATS)}", exit_code=2)
+        raise CommandError(f"VERBATIM_LOG_FORMAT {form!r} is invalid: choose one of {', '.join(FORMATS)}", exit_code=2)
     logging.basicConfig(stream=sys.stderr, level=level.upper(), force=True)
     human = OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s")
     for handler in logging.getLogger().handlers:

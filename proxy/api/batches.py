@@ -89,7 +89,7 @@ class ExtendRequest(Body, json_schema_extra={"example": {"lease_seconds": 600}})
 class LeasedGroupShape(Body):
     group_id: str
     stale: bool = False
-    """Present only if true, with `stale_groups: flag`."""
+    """Present only if true, where the service delivers stale groups flagged."""
     sessions: list[LeasedSession]
     trajectories: list[TrajectoryView]
 
@@ -221,10 +221,10 @@ async def _lease(services: Services, body: LeaseRequest, form: Encoding, *, wait
             max_trajectories=body.max_trajectories,
             oldest_version=line.oldest_version,
             lease_seconds=body.lease_seconds or LEASE_SECONDS,
-            max_deliveries=settings.max_deliveries,
+            max_deliveries=settings.group.max_deliveries,
             now=await services.clock.now(),
             waits=waits,
-            stale_groups=settings.stale_groups,
+            stale_groups=settings.group.stale,
             version=line.version,
             policy=body.policy,
             run=body.run,

@@ -14,7 +14,7 @@ from proxy.api import closing
 from proxy.api.requests import Body, JsonBody, Served, SessionId, json_response, require_admin, require_owner
 from proxy.errors import Conflict, RequestError, UnknownCall
 from proxy.rows import decode_records
-from proxy.scoring.scorers import check_known
+from proxy.scoring.scorers import Scorer, check_known, select
 from proxy.services import Services
 from proxy.store.states import FEEDBACK, SessionState, Verdicts
 from reconstruct.scores import Score
@@ -25,7 +25,7 @@ ADMIN = [Depends(require_admin)]
 
 class ScoreRequest(Body, json_schema_extra={"example": {"scorer": "teacher"}}):
     scorer: str
-    """A name of the service's setting `scorers`, or of `judges`."""
+    """A name of the service's setting `scorers`."""
 
 
 class ScorerState(BaseModel):
@@ -64,7 +64,7 @@ async def score_session(
     services: Served, session_id: SessionId, body: Annotated[ScoreRequest, Depends(JsonBody(ScoreRequest).read)]
 ) -> Response:
     """Calls that have a score keep it; those that could not be scored are tried again."""
-    check_known(services.settings.scorers, services.settings.judges, body.scorer, "scorer")
+    check_known(services.settings.scorers, body.scorer, "scorer")
     state = await closing.load_session(services, session_id)
     if state.status not in ENDED:
         raise Conflict(f"session {session_id} is {state.status}: it is scored once it is closed")
@@ -125,7 +125,7 @@ async def give_feedback(
 
 async def _refuse_used(services: Services, session_id: str, call_id: str) -> None:
     """Raises Conflict if the call has a score that was computed with its hint: another one would stand beside a score that is not its."""
-    scorers = services.settings.scorers
+    scorers = select(services.settings.scorers, Scorer)
     for name, score in (await services.scores.load(session_id)).get(call_id, {}).items():
         if name in scorers and scorers[name].in_hindsight and not score.error:
             raise Conflict(f"call {call_id} was scored by {name} with the hint that it has: that one stays")
@@ -133,7 +133,7 @@ async def _refuse_used(services: Services, session_id: str, call_id: str) -> Non
 
 async def _describe(services: Services, state: SessionState) -> dict[str, Any]:
     session_id = state.info.session_id
-    named = {*state.info.scores, *services.settings.scorers, *services.settings.judges}
+    named = {*state.info.scores, *services.settings.scorers}
     # Before the scores: of a job that ends in between there are some.
     queued = await services.scoring.find_queued(session_id, named)
     state = await closing.load_session(services, session_id)

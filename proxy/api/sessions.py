@@ -129,7 +129,7 @@ async def open_new(services: Services, body: NewSession, hung_up: Callable[[], A
         replay = replace(replay, on_divergence=asked.on_divergence, tokens_per_second=asked.tokens_per_second)
     if body.lookahead is not None:
         check_judge(services, body.lookahead)
-    check_scores(services.settings.scorers, services.settings.judges, body.scores)
+    check_scores(services.settings.scorers, body.scores)
     api_key, key_hash = mint_key(session_id)
     info = SessionInfo(
         session_id,

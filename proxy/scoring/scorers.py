@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, StringConstraints, model_validator
+from pydantic import BaseModel, Discriminator, Field, StringConstraints, Tag, model_validator
 
 from proxy.errors import RequestError
 
@@ -72,20 +72,34 @@ class ScoringLimits(BaseModel, frozen=True, extra="forbid"):
     request_seconds: float = Field(default=300.0, gt=0, allow_inf_nan=False)
 
 
-def check_known(scorers: Mapping[str, Scorer], judges: Mapping[str, TurnJudge], name: str, param: str) -> None:
+def _tell_kind(given: Any) -> str:
+    asked = given if isinstance(given, Mapping) else vars(given) if isinstance(given, BaseModel) else {}
+    return "judge" if asked.keys() & {"url", "model"} else "scorer"
+
+
+AnyScorer = Annotated[Annotated[Scorer, Tag("scorer")] | Annotated[TurnJudge, Tag("judge")], Discriminator(_tell_kind)]
+"""A judge names a `url` or a `model`; what does not is a scorer."""
+Kind = TypeVar("Kind", Scorer, TurnJudge)
+
+
+def select(scorers: Mapping[str, Scorer | TurnJudge], kind: type[Kind]) -> dict[str, Kind]:
+    """Those of one kind."""
+    return {name: scorer for name, scorer in scorers.items() if isinstance(scorer, kind)}
+
+
+def check_known(scorers: Mapping[str, Scorer | TurnJudge], name: str, param: str) -> None:
     """Raises RequestError if nothing is set under the name."""
-    if name not in scorers and name not in judges:
-        known = ", ".join(sorted({*scorers, *judges})) or "none"
-        raise RequestError(
-            f"{param}: there is no scorer {name!r} in VERBATIM_SCORERS or VERBATIM_JUDGES; there are: {known}", param=param
-        )
+    if name not in scorers:
+        known = ", ".join(sorted(scorers)) or "none"
+        raise RequestError(f"{param}: there is no scorer {name!r} in VERBATIM_SCORERS; there are: {known}", param=param)
 
 
-def check_scores(scorers: Mapping[str, Scorer], judges: Mapping[str, TurnJudge], names: Sequence[str]) -> None:
+def check_scores(scorers: Mapping[str, Scorer | TurnJudge], names: Sequence[str]) -> None:
     """Raises RequestError for a scorer or judge that a session or a task cannot name."""
     for name in names:
-        check_known(scorers, judges, name, "scores")
-        if name in scorers and scorers[name].at == "demand":
+        check_known(scorers, name, "scores")
+        scorer = scorers[name]
+        if isinstance(scorer, Scorer) and scorer.at == "demand":
             raise RequestError(
                 f"scores: {name!r} is asked on demand alone: POST /sessions/ID/scores once the session is closed",
                 param="scores",

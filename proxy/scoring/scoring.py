@@ -26,7 +26,7 @@ from proxy.scoring.judges import judge_session
 from proxy.scoring.metrics import ScoreMetrics
 from proxy.scoring.pace import Pace
 from proxy.scoring.plan import find_wanted
-from proxy.scoring.scorers import Scorer, TurnJudge
+from proxy.scoring.scorers import Scorer, TurnJudge, select
 from proxy.scoring.vocabulary import Vocabularies
 from proxy.scoring.work import SessionScoring
 from proxy.store.keys import StoredValueError
@@ -66,16 +66,14 @@ class Fill(Protocol):
 class Scoring:
     def __init__(self, services: Services, jobs: ScoreJobStore, fill: Fill) -> None:
         self._services = services
+        self._scorers = select(services.settings.scorers, Scorer)
+        self._judges = select(services.settings.scorers, TurnJudge)
         self._jobs = jobs
         self._fill = fill
         self._metrics = ScoreMetrics(services.metrics.registry)
         self._vocabularies = Vocabularies(services.pool.kinds)
         self._pace = Pace(services.settings.scoring.share)
         self._woken = asyncio.Event()
-
-    @property
-    def _scorers(self) -> Mapping[str, Scorer]:
-        return self._services.settings.scorers
 
     async def ask(self, info: SessionInfo, name: str, *, again: bool = False) -> None:
         """Have the session scored; `again`: also the calls that could not be before. Returns once that is sure to happen."""
@@ -131,21 +129,13 @@ class Scoring:
         judges = [judge for judge in state.info.scores if judge in self._judges]
         return self._is_in_hindsight(name) and any(judge not in state.verdicts for judge in judges)
 
-    @property
-    def _judges(self) -> Mapping[str, TurnJudge]:
-        return self._services.settings.judges
-
-    @property
-    def _is_set(self) -> bool:
-        return bool(self._scorers or self._judges)
-
     # The jobs of this process
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Inside, jobs are done, `at_once` of them at a time."""
         limits = self._services.settings.scoring
-        workers = [asyncio.create_task(self._work()) for _ in range(limits.at_once if self._is_set else 1)]
+        workers = [asyncio.create_task(self._work()) for _ in range(limits.at_once if self._services.settings.scorers else 1)]
         try:
             yield
         finally:
@@ -171,7 +161,7 @@ class Scoring:
                 log.exception("a scored session is finished later")
             if taken is None:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_SECONDS if self._is_set else LOOK_UNSET_SECONDS):
+                    async with asyncio.timeout(LOOK_SECONDS if self._services.settings.scorers else LOOK_UNSET_SECONDS):
                         await self._woken.wait()
 
     async def _keep_while(self, taken: TakenJob) -> None:
@@ -228,7 +218,7 @@ class Scoring:
         elif self._awaits_judges(state, job.scorer):
             raise EngineUnavailable("the session's judges have not given their hints yet")
         elif job.scorer not in self._scorers:
-            raise EngineUnavailable(f"there is no scorer {job.scorer!r} in VERBATIM_SCORERS or VERBATIM_JUDGES")
+            raise EngineUnavailable(f"there is no scorer {job.scorer!r} in VERBATIM_SCORERS")
         else:
             await self._work_on(job, state).run(built.settled.forest, calls)
             if job.scorer in state.verdicts:

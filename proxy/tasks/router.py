@@ -177,7 +177,7 @@ def build_task_router(store: TaskStore, read_task: Callable[[bytes], tuple[Task,
         """Its rollouts wait for nodes. A string for `harness`, `runtime` or `evaluator` stands for an object with that name. Submitting the
         same body under the same `task_id` again is 200 and changes nothing."""
         task, digest = await parse_aside(raw, read_task)
-        check_scores(services.settings.scorers, services.settings.judges, task.scores)
+        check_scores(services.settings.scorers, task.scores)
         # What an earlier submission replays may be gone by now.
         if task.fork is not None and not await store.holds(task.task_id):
             await check_fork(services, task.fork)

@@ -146,7 +146,7 @@ def test_a_flag_that_is_invalid_or_missing_is_named(args: tuple[str, ...], says:
         ("VERBATIM_KEEP", '{"top_logprob": 5}', "top_logprob:"),
         ("VERBATIM_ADMIN_TOKEN_FILE", "nowhere", "VERBATIM_ADMIN_TOKEN_FILE is invalid: it cannot be read"),
         # Without deliveries every lease failed: 0 means "no limit" elsewhere.
-        ("VERBATIM_MAX_DELIVERIES", "0", "VERBATIM_MAX_DELIVERIES '0' is invalid"),
+        ("VERBATIM_GROUP", '{"max_deliveries": 0}', "VERBATIM_GROUP '0' is invalid: max_deliveries: "),
         ("VERBATIM_KEEPALIVE_SECONDS", "-1", "VERBATIM_KEEPALIVE_SECONDS '-1' is invalid"),
         ("VERBATIM_DRAIN_SECONDS", "inf", "VERBATIM_DRAIN_SECONDS 'inf' is invalid"),
         ("VERBATIM_DRAIN_SECONDS", "-1", "VERBATIM_DRAIN_SECONDS '-1' is invalid"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator
 
@@ -27,13 +28,23 @@ def runs(service: RunningService, *args: str) -> subprocess.CompletedProcess[str
 
 
 def test_a_mark_is_made_and_taken_back_alone(service: RunningService) -> None:
-    for flag, shown in (
-        ("--ended", "default: over, shown"),
-        ("--hidden", "default: over, hidden"),
-        ("--going", "default: going on, hidden"),
-        ("--shown", "default: going on, shown"),
+    for mark, shown in (
+        ("ended", "default: over, shown"),
+        ("hidden", "default: over, hidden"),
+        ("going", "default: going on, hidden"),
+        ("shown", "default: going on, shown"),
     ):
-        done = runs(service, "mark", "default", flag)
+        done = runs(service, "mark", "default", mark)
         assert (done.returncode, done.stdout.strip()) == (0, shown), done.stderr
-    done = runs(service, "mark", "default")
-    assert done.returncode == 2 and "--ended or --going" in done.stderr
+    assert runs(service, "mark", "default", "ended", "hidden").stdout.strip() == "default: over, hidden"
+    done = runs(service, "mark", "default", "going", "visible")
+    assert done.returncode == 2 and "'visible' is invalid: choose from ended, going" in done.stderr
+
+
+def test_a_run_is_shown_alone_or_beside_others(service: RunningService) -> None:
+    alone = runs(service, "show", "default")
+    assert alone.returncode == 0 and "groups ready" in alone.stdout, alone.stderr
+    both = runs(service, "show", "default", "default")
+    assert both.returncode == 0 and "groups ready" not in both.stdout
+    assert "default" in both.stdout.partition("default")[2], "a column each"
+    assert len(json.loads(runs(service, "show", "default", "default", "--json").stdout)) == 2

@@ -53,7 +53,7 @@ async def die(service: Service, session_id: str) -> None:
 
 @pytest.fixture
 async def service(redis_url: str) -> Any:
-    async with running(redis_url, max_deliveries=1) as made:
+    async with running(redis_url, group={"max_deliveries": 1}) as made:
         yield made
 
 
@@ -160,11 +160,11 @@ def test_the_command_retries_and_drops_the_letters_it_is_given(buried: RunningSe
 
 
 def test_the_command_acts_on_all_letters_or_on_those_of_a_reason(buried: RunningService) -> None:
-    assert "2 letters dropped" in command(buried, "drop", "--all", "--reason", "cannot be read").stdout
+    assert "2 letters dropped" in command(buried, "drop", "--reason", "cannot be read").stdout
     assert left(buried) == ["tired"]
-    assert "1 letter delivered again" in command(buried, "retry", "--all").stdout
+    assert "1 letter delivered again" in command(buried, "retry", "--reason", "").stdout
     assert left(buried) == []
-    assert "0 letters dropped" in command(buried, "drop", "--all").stdout
+    assert "0 letters dropped" in command(buried, "drop", "--reason", "").stdout
 
 
 def test_the_command_names_a_letter_that_is_not_there_and_does_the_others(buried: RunningService) -> None:
@@ -174,8 +174,8 @@ def test_the_command_names_a_letter_that_is_not_there_and_does_the_others(buried
     assert done.stderr.strip() == "verbatim: there is no dead letter of 'nobody'"
 
 
-@pytest.mark.parametrize("args", [(), ("x", "--all"), ("x", "--reason", "y")])
+@pytest.mark.parametrize("args", [(), ("x", "--reason", "y")])
 def test_the_command_says_how_to_choose_letters(tmp_path: Path, args: tuple[str, ...]) -> None:
     done = verbatim("dead-letters", "drop", *args, VERBATIM_URL=NO_ENGINE, VERBATIM_ADMIN_TOKEN=ADMIN)
     assert done.returncode == 2
-    assert "--all" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert "--reason" in done.stderr and len(done.stderr.strip().splitlines()) == 1

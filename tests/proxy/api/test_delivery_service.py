@@ -117,7 +117,7 @@ async def claimed(url: str) -> set[str]:
 
 
 async def test_stale_groups_are_dropped_and_counted_where_that_is_set(redis_url: str) -> None:
-    async with running(redis_url, stale_groups="drop") as service:
+    async with running(redis_url, group={"stale": "drop"}) as service:
         await service.finished("old", version=1)
         await service.services.weights.advance(WeightState(5))
         assert await service.lease(max_staleness=1) is None
@@ -128,7 +128,7 @@ async def test_stale_groups_are_dropped_and_counted_where_that_is_set(redis_url:
 
 
 def test_the_trainers_client_knows_a_stale_group(redis_url: str) -> None:
-    with RunningService(NO_ENGINE, redis_url, stale_groups="flag") as service:
+    with RunningService(NO_ENGINE, redis_url, group={"stale": "flag"}) as service:
         finished(redis_url, service, "s0")
         asyncio.run(advance(redis_url, 5))
         with TrainerClient(service.url, TRAINER) as client, client.lease(max_staleness=1) as batch:

@@ -215,7 +215,7 @@ def test_a_builder_of_ones_own_reaches_a_lease(redis_url: str, own_builders: Non
 def test_a_lease_by_a_builder_that_gives_nothing_is_refused_and_its_groups_stay(
     redis_url: str, own_builders: None, builder: str, says: str
 ) -> None:
-    with serving(redis_url, max_deliveries=1) as service:
+    with serving(redis_url, group={"max_deliveries": 1}) as service:
         closed(service, redis_url, working("s"))
         for _ in range(2):
             answer = service.request("POST", "/batches/lease", TRAINER, json={"builder": builder})

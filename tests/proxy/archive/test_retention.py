@@ -100,7 +100,7 @@ async def test_what_the_service_does_not_train_is_not_trained_in_the_archive(red
 
 async def test_what_a_trainer_may_still_be_given_stays_whatever_its_age(redis_url: str, tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
-        kept = await keeper(stack, redis_url, tmp_path, max_deliveries=1)
+        kept = await keeper(stack, redis_url, tmp_path, group={"max_deliveries": 1})
         service = kept.service
         await service.finished("dead")
         lease = await service.lease()

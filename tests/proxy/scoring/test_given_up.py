@@ -26,13 +26,13 @@ def scoring(redis_server: RedisServer, student: ScriptedEngine, teacher: Scripte
         "teacher": {"policy": "teacher"},
         "optional": {"policy": "teacher", "required": False},
         "nobody": {"policy": "nobody"},
+        # Nobody listens there.
+        "strict": {"url": "http://127.0.0.1:9/turn", "required": True},
     }
-    # Nobody listens there.
-    judges = {"strict": {"url": "http://127.0.0.1:9/turn", "required": True}}
     limits = {"timeout_seconds": 0.001}
     with student, teacher:
         engines = [student.url, f"teacher={teacher.url}"]
-        asked: Any = {"scorers": scorers, "judges": judges, "scoring": limits, "group": {"policy": "drop"}}
+        asked: Any = {"scorers": scorers, "scoring": limits, "group": {"policy": "drop"}}
         with RunningService(engines, redis_server.url, **asked) as service:
             yield service
 

@@ -155,10 +155,9 @@ def judge() -> Iterator[ScriptedService]:
 @pytest.fixture(scope="module")
 def running(judge: ScriptedService, redis_server: RedisServer) -> Iterator[Engines]:
     redis_server.flushall()
-    judges = {"prm": {"url": f"{judge.url}/turn"}}
     with ScriptedEngine(max_model_len=400) as student, ScriptedEngine(max_model_len=300) as teacher:
         engines = [student.url, f"teacher={teacher.url}"]
-        with RunningService(engines, redis_server.url, scorers=SCORERS, judges=judges) as service:
+        with RunningService(engines, redis_server.url, scorers={**SCORERS, "prm": {"url": f"{judge.url}/turn"}}) as service:
             yield student.reset(), teacher.reset(), service
 
 

@@ -39,7 +39,7 @@ def service(judge: ScriptedService, redis_server: RedisServer) -> Iterator[Runni
     }
     with ScriptedEngine() as student, ScriptedEngine(default=advise) as other:
         engines = [student.url, f"judge={other.url}"]
-        with RunningService(engines, redis_server.url, judges=judges, frozen_models=["judge"]) as service:
+        with RunningService(engines, redis_server.url, scorers=judges, frozen_models=["judge"]) as service:
             yield service
 
 

@@ -157,7 +157,7 @@ def test_two_proxies_and_three_trainers_deliver_every_group_exactly_once(redis_u
     """Over HTTP, with the trainer's own client; sessions are closed at either proxy while trainers train, crash and give up."""
     groups, size = 16, 2
     members, tally = shuffled_members(groups, size, 3), Tally(groups)
-    settings: dict[str, Any] = {"max_deliveries": 1000, "group": {"policy": "require_all"}}
+    settings: dict[str, Any] = {"group": {"policy": "require_all", "max_deliveries": 1000}}
     with RunningService(NO_ENGINE, redis_url, **settings) as one, RunningService(NO_ENGINE, redis_url, **settings) as two:
         for group_id, session_id in members:
             fields = {"session_id": session_id, "group_id": group_id, "group_size": size}

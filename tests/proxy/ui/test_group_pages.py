@@ -17,7 +17,10 @@ from trainer_client.advantages import grpo
 
 @pytest.fixture
 def service(redis_url: str) -> Iterator[RunningService]:
-    with ScriptedEngine() as engine, RunningService(engine.url, redis_url, engine_api="token", max_deliveries=1) as running:
+    with (
+        ScriptedEngine() as engine,
+        RunningService(engine.url, redis_url, engine_api="token", group={"max_deliveries": 1}) as running,
+    ):
         yield running
 
 

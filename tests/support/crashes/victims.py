@@ -19,7 +19,7 @@ from tests.support.service.verbatim_process import ADMIN, TRAINER, Serving, envi
 
 CLOSE_WAIT_SECONDS = "2"
 """The calls of a killed process never end; a close must not wait for them as long as it usually may."""
-DELIVERIES = "100000"
+GROUP = '{"max_deliveries": 100000}'
 """Trainers die so often here that no group may be given up for it."""
 
 
@@ -81,7 +81,7 @@ class ServiceVictim:
         return self._before + (self._serving.stderr if self._serving else "")
 
     def start(self) -> None:
-        limits = {"VERBATIM_CLOSE_WAIT_SECONDS": CLOSE_WAIT_SECONDS, "VERBATIM_MAX_DELIVERIES": DELIVERIES}
+        limits = {"VERBATIM_CLOSE_WAIT_SECONDS": CLOSE_WAIT_SECONDS, "VERBATIM_GROUP": GROUP}
         self._serving = Serving(*self._flags, data_dir=self.folder, port=self.port, ready=False, **limits)
 
     def await_ready(self) -> None:
