@@ -15,7 +15,7 @@ from benchmarks.processes import ADMIN, started
 from proxy.app import create_app
 from proxy.call.door import HarnessApp
 from proxy.settings import Settings
-from proxy.store import sessions
+from proxy.store import outcomes
 
 
 class Application:
@@ -76,7 +76,7 @@ async def application(engine_url: str, redis_port: int, api: str) -> AsyncIterat
     tokens = {"admin_token": SecretStr(ADMIN), "trainer_token": SecretStr(ADMIN + "-trainer")}
     redis_url = f"redis://127.0.0.1:{redis_port}/0"
     app = create_app(Settings(engine=[engine_url], redis=redis_url, engine_api=api, **tokens))  # type: ignore[arg-type]
-    before, carried_within = asyncio.all_tasks(), sessions.CARRIED_WITHIN_SECONDS
+    before, carried_within = asyncio.all_tasks(), outcomes.CARRIED_WITHIN_SECONDS
     told: asyncio.Queue[Any] = asyncio.Queue()
     said: asyncio.Queue[Any] = asyncio.Queue()
     running = asyncio.create_task(app({"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}, told.get, said.put))
@@ -90,10 +90,10 @@ async def application(engine_url: str, redis_port: int, api: str) -> AsyncIterat
         for task in beside:
             task.cancel()
         await asyncio.wait(beside)
-        sessions.CARRIED_WITHIN_SECONDS = 1e6
+        outcomes.CARRIED_WITHIN_SECONDS = 1e6
         yield served
     finally:
-        sessions.CARRIED_WITHIN_SECONDS = carried_within
+        outcomes.CARRIED_WITHIN_SECONDS = carried_within
         told.put_nowait({"type": "lifespan.shutdown"})
         await running
 

@@ -104,7 +104,7 @@ async def newest_groups(services: Services, query: ListQuery) -> list[GroupView]
     found: list[SessionState] = []
     cursor = query.window_cursor
     while len(found) < GROUPS_AMONG:
-        states, cursor = await services.sessions.list_sessions(
+        states, cursor = await services.sessions.listing.load_page(
             status=None,
             group_id=query.group or None,
             run=query.run or None,
@@ -137,7 +137,9 @@ async def load_group(services: Services, group_id: str) -> GroupView | None:
     states: list[SessionState] = []
     cursor = None
     while len(states) < MOST_MEMBERS:
-        part, cursor = await services.sessions.list_sessions(status=None, group_id=group_id, limit=READ_TOGETHER, cursor=cursor)
+        part, cursor = await services.sessions.listing.load_page(
+            status=None, group_id=group_id, limit=READ_TOGETHER, cursor=cursor
+        )
         states += part
         if cursor is None:
             break

@@ -157,7 +157,7 @@ async def list_sessions(
 ) -> Response:
     """Newest first. Each session appears on exactly one page."""
     asked = parse_where(where or (), STATUSES)
-    states, following = await services.sessions.list_sessions(
+    states, following = await services.sessions.listing.load_page(
         status=status,
         group_id=group_id or asked.group or None,
         run=run or asked.run or None,

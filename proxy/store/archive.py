@@ -17,7 +17,7 @@ from proxy.store import keys
 from proxy.store.connection import Argument, Script, StoreConnection
 from proxy.store.keys import pack, pack_versioned, parse_hash
 from proxy.store.sessions import SessionStore, digest
-from proxy.store.states import Intent, SessionInfo, SessionListing, SessionState, pack_info
+from proxy.store.states import Intent, SessionInfo, SessionState, pack_info
 
 _spell = msgspec.msgpack.Encoder(order="deterministic").encode
 """Equal for what is equal, also for metadata with a NaN, which Python's own comparison takes for another one."""
@@ -34,7 +34,6 @@ class ArchiveStore:
     def __init__(self, connection: StoreConnection, sessions: SessionStore) -> None:
         self._redis = connection
         self._sessions = sessions
-        self._listing = SessionListing(connection, sessions.load)
 
     async def load_named_records(self, session_id: str, start: int, stop: int) -> list[tuple[str, bytes]]:
         """(call id, record); indexes as in LRANGE. A record that differs from the committed one is named by its number, as in rows."""
@@ -52,7 +51,7 @@ class ArchiveStore:
         if found is not None and _spell(_strip(found.info)) != _spell(_strip(info)):
             raise Conflict(f"another session has the id {info.session_id}", param="session_id")
         if found is None:
-            await self._listing.add(info)
+            await self._sessions.listing.add(info)
         args: list[Argument] = [_pack(info), repr(info.created_at), start]
         for call_id, record in records:
             args += (call_id, digest(record), record)

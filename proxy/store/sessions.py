@@ -8,7 +8,6 @@ replays; whoever loads its records gets those.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import re
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
@@ -16,15 +15,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from contract.sessions import Fork, TokenSums, Unserved
-from proxy.errors import Conflict, NotFound, StoreUnavailable
+from proxy.errors import Conflict, NotFound
 from proxy.store import keys
 from proxy.store.connection import Argument, Script, StoreConnection
 from proxy.store.keys import SCHEMA, pack, pack_versioned, parse_hash, unpack, unpack_versioned
+from proxy.store.listing import SessionListing
+from proxy.store.outcomes import DeliveryOutcomes
 from proxy.store.states import (
     NO_SHARE,
     Intent,
     SessionInfo,
-    SessionListing,
     SessionState,
     Share,
     Verdicts,
@@ -71,7 +71,7 @@ class SessionStore:
         self._clock = clock
         self._unsettled: dict[str, _Unsettled] = {}
         self._answers = DeliveryOutcomes(self._write_answers)
-        self._listing = SessionListing(connection, self.load)
+        self.listing = SessionListing(connection, self.load)
 
     async def ping(self) -> list[str]:
         """Returns when the store takes records, of some sessions at least. A sentence for each thing that is wrong nevertheless."""
@@ -85,12 +85,12 @@ class SessionStore:
         """False when another session of that id exists. Repeating a creation is a no-op and True."""
         # The listing first: an unlisted session could never be found again, a listed one that does not exist is skipped.
         unclosed = self._redis.execute("ZADD", keys.UNCLOSED, repr(info.created_at), info.session_id)
-        await asyncio.gather(self._listing.add(info), unclosed)
+        await asyncio.gather(self.listing.add(info), unclosed)
         if await self._run("create", _state_and_calls(info.session_id), (pack_info(info), repr(info.created_at))):
             return True
         other = await self.load(info.session_id)
         if other is None or other.info.created_at != info.created_at:
-            await self._listing.remove(info)
+            await self.listing.remove(info)
         return False
 
     async def amend(self, session_id: str, change: Callable[[SessionInfo], SessionInfo]) -> None:
@@ -104,46 +104,17 @@ class SessionStore:
             changed = change(info)
             if changed == info:
                 return
-            await self._listing.add(changed)
+            await self.listing.add(changed)
             args = (read, pack_info(changed), self._now())
             outcome, *detail = await self._run("amend", _state_and_calls(session_id), args, durable=True)
             if outcome == b"ok":
                 return
-            await self._listing.leave(changed, info)
+            await self.listing.leave(changed, info)
             if outcome == b"frozen":
                 raise Conflict(f"session {session_id} is {detail[0].decode()}: what it was opened with is fixed")
 
     async def load(self, session_id: str) -> SessionState | None:
         return parse_state(await self._run("snapshot", _state_and_calls(session_id)))
-
-    async def list_sessions(
-        self,
-        *,
-        status: str | None,
-        group_id: str | None,
-        run: str | None = None,
-        after: float | None = None,
-        accepts: Callable[[SessionState], bool] | None = None,
-        limit: int,
-        cursor: str | None,
-    ) -> tuple[list[SessionState], str | None]:
-        """A page of those opened at `after` or later that `accepts`, newest first, and the next one's cursor; None: it was the last."""
-        wanted: dict[str, Any] = {"status": status, "group_id": group_id, "run": run, "after": after, "accepts": accepts}
-        return await self._listing.load_page(**wanted, limit=limit, cursor=cursor)
-
-    async def list_members(self, *, run: str | None, after: float | None, cursor: str | None, limit: int) -> list[str]:
-        """The newest sessions of the listing, opened at `after` or later, behind the cursor: each is the cursor of what follows it. Some
-        may be gone."""
-        return await self._listing.list_members(run, after, cursor, limit)
-
-    async def load_stamps(self, session_ids: Sequence[str]) -> list[bytes]:
-        """Of each session a text that changes with its state, number of calls and accounting; empty if there is none."""
-        return await self._redis.run_each(Script.read("stamps"), [_state_and_calls(each) for each in session_ids])
-
-    async def load_many(self, session_ids: Sequence[str]) -> list[SessionState | None]:
-        """As `load` does; their number should be small, since the store does nothing else meanwhile."""
-        answers = await self._redis.run_each(Script.read("snapshots"), [_state_and_calls(each) for each in session_ids])
-        return [parse_state(answer) for answer in answers]
 
     async def begin_delete(self, session_id: str) -> None:
         """From here on no fork of it is opened. Raises `Conflict` while forks replay it."""
@@ -161,7 +132,7 @@ class SessionStore:
         if removed < 0:
             raise Conflict(f"session {session_id} is replayed by forks: delete them first")
         if state is not None:
-            await self._listing.remove(state.info)
+            await self.listing.remove(state.info)
             if state.info.replay is not None:
                 await self._redis.execute("ZREM", keys.forks(state.info.replay.session_id), session_id)
         await self.mark_active(session_id, None)
@@ -538,107 +509,3 @@ def _require_state(session_id: str, snapshot: Any) -> SessionState:
     if state is None:
         raise NotFound(f"there is no session {session_id}")
     return state
-
-
-# What became of the replies of recorded calls: delivered or not. One that was not delivered is an abandoned attempt.
-#
-# A commit notes in `answering` that its process answers the call. Once the reply went out, or did not, the outcome waits in the process for
-# the session's next write (`begin`, `commit`, `close`), which carries it in the same round trip. What finds none within
-# `CARRIED_WITHIN_SECONDS` is written on its own, and so is everything when the process stops.
-#
-# An outcome may be late, because nobody acts on it before it is there:
-#
-# - What is an attempt is decided when rows are built. Of an open session rows are a view, in which what is on its way counts as delivered.
-# - Of a closed session rows count. Whoever closes it asks the processes that `answering` names to end their calls and to write what waits
-#   (`settle`), and waits for them as for calls in flight. A reply that is still on its way then counts as not delivered.
-# - The close empties `answering`, and an outcome is taken only for a call that stands there. So nothing changes the rows of a closed
-#   session, nor those of a later session of the same id.
-# - What waits in a process that is killed is lost. Whoever closes the session presumes it from what the harness did next
-#   (reconstruct.accounting.presume_delivered).
-
-CARRIED_WITHIN_SECONDS = 0.5
-
-Outcomes = list[Argument]
-"""Call id, and "1" if its reply was delivered or "", of each: as the scripts' `note_answers` reads them."""
-
-
-class DeliveryOutcomes:
-    """Those of this process. `write` writes outcomes of a session on their own."""
-
-    def __init__(self, write: Callable[[str, Outcomes], Awaitable[Any]]) -> None:
-        self._write = write
-        self._on_their_way: dict[str, set[str]] = {}
-        """By session, the calls whose outcome is not known."""
-        self._waiting: dict[str, dict[str, bool]] = {}
-        """By session and call, whether the reply was delivered: what the store does not know."""
-        self._timer: asyncio.TimerHandle | None = None
-        self._flushing: asyncio.Task[None] | None = None
-
-    def expect(self, session_id: str, call_ids: Iterable[str]) -> None:
-        """These calls are being recorded and answered; `note` must follow."""
-        self._on_their_way.setdefault(session_id, set()).update(call_ids)
-
-    def note(self, session_id: str, call_ids: Iterable[str], delivered: bool) -> None:
-        """Of calls that were never to be recorded nothing is noted."""
-        on_their_way = self._on_their_way.get(session_id)
-        if on_their_way is None or not (noted := on_their_way.intersection(call_ids)):
-            return
-        on_their_way -= noted
-        if not on_their_way:
-            del self._on_their_way[session_id]
-        self._waiting.setdefault(session_id, {}).update(dict.fromkeys(noted, delivered))
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(CARRIED_WITHIN_SECONDS, self._flush_in_background)
-
-    def find_delivered(self, session_id: str) -> set[str]:
-        """Of the calls whose outcome waits those whose reply was delivered."""
-        return {call_id for call_id, delivered in self._waiting.get(session_id, {}).items() if delivered}
-
-    def find_known(self, session_id: str) -> Container[str]:
-        """The calls whose outcome waits."""
-        return self._waiting.get(session_id, {})
-
-    def encode(self, session_id: str) -> Outcomes:
-        """What the session's next write is to carry. `forget` follows once it was made."""
-        waiting = self._waiting.get(session_id)
-        if waiting is None:
-            return []
-        return [part for call_id, delivered in waiting.items() for part in (call_id, "1" if delivered else "")]
-
-    def forget(self, session_id: str, carried: Outcomes) -> None:
-        """The store has what was carried."""
-        waiting = self._waiting.get(session_id) if carried else None
-        if waiting is None:
-            return
-        for call_id in carried[::2]:
-            waiting.pop(str(call_id), None)
-        if not waiting:
-            del self._waiting[session_id]
-
-    def forget_session(self, session_id: str) -> None:
-        self._on_their_way.pop(session_id, None)
-        self._waiting.pop(session_id, None)
-
-    async def flush(self) -> None:
-        """Returns when the store has all that waits. Raises StoreUnavailable; then it waits on."""
-        await asyncio.gather(*map(self._flush_session, list(self._waiting)))
-
-    async def settle(self, session_id: str | None = None) -> None:
-        """The same for one session, or for all, of which no reply is on its way afterwards: one that is counts as not delivered."""
-        for each in list(self._on_their_way) if session_id is None else [session_id]:
-            self.note(each, self._on_their_way.get(each, ()), delivered=False)
-        await (self.flush() if session_id is None else self._flush_session(session_id))
-
-    async def _flush_session(self, session_id: str) -> None:
-        if carried := self.encode(session_id):
-            await self._write(session_id, carried)
-            self.forget(session_id, carried)
-
-    def _flush_in_background(self) -> None:
-        self._timer = None
-        self._flushing = asyncio.create_task(self._try_to_flush())
-
-    async def _try_to_flush(self) -> None:
-        # Otherwise the process's next beat tries again.
-        with contextlib.suppress(StoreUnavailable):
-            await self.flush()

@@ -1,23 +1,17 @@
-"""Sessions as they are stored: the fields fixed when one is created, its state, its intents, and the listing of all sessions."""
+"""Sessions as they are stored: the fields fixed when one is created, its state and its intents."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 from contract.sessions import LastEvents, OpeningFields, SessionProgress, SessionStatus, SettledFields, TokenSums, Unserved
 from proxy.errors import Unavailable
-from proxy.store import keys
-from proxy.store.connection import StoreConnection
 from proxy.store.keys import pack_versioned, unpack, unpack_versioned
 
 FEEDBACK = "feedback:"
 """Begins the name, before a call's id, under which people judge that call. No judge of the settings has a colon in its name."""
-LOADED_AT_ONCE = 32
-LOOKED_AT = 2048
-"""Listed sessions that one page looks at."""
 
 
 FEATURES: Mapping[str, Callable[[SessionInfo], bool]] = {
@@ -170,88 +164,3 @@ def list_hints(verdicts: Mapping[str, Verdicts]) -> dict[str, str]:
 
 def _unpack_mapping(blob: bytes | None) -> dict[str, Any]:
     return {} if blob is None else unpack(blob, dict[str, Any])
-
-
-class SessionListing:
-    """All sessions by creation time, also those of each group and of each run.
-
-    The lists are in other slots than the sessions, written before a session and cleaned after it: readers skip an entry whose session
-    is missing, was created at another time or is of another group. A page that has found something ends after `LOOKED_AT` entries: a
-    short page may have a cursor, an empty one is the last.
-    """
-
-    def __init__(self, connection: StoreConnection, load: Callable[[str], Awaitable[SessionState | None]]) -> None:
-        self._redis = connection
-        self._load = load
-
-    async def add(self, info: SessionInfo) -> None:
-        member = keys.listing_member(info.created_at, info.session_id)
-        await asyncio.gather(*(self._redis.execute("ZADD", key, 0, member) for key in _lists(info)))
-
-    async def remove(self, info: SessionInfo) -> None:
-        member = keys.listing_member(info.created_at, info.session_id)
-        await asyncio.gather(*(self._redis.execute("ZREM", key, member) for key in _lists(info)))
-
-    async def leave(self, changed: SessionInfo, info: SessionInfo) -> None:
-        """The session did not become what `changed` says: it is in the lists of `info` alone."""
-        member = keys.listing_member(info.created_at, info.session_id)
-        left = set(_lists(changed)).difference(_lists(info))
-        await asyncio.gather(*(self._redis.execute("ZREM", key, member) for key in left))
-
-    async def load_page(
-        self,
-        *,
-        status: str | None,
-        group_id: str | None,
-        run: str | None = None,
-        after: float | None = None,
-        accepts: Callable[[SessionState], bool] | None = None,
-        limit: int,
-        cursor: str | None,
-    ) -> tuple[list[SessionState], str | None]:
-        """See `SessionStore.list_sessions`."""
-        key = keys.SESSIONS if run is None else keys.run_sessions(run)
-        key = key if group_id is None else keys.group_sessions(group_id)
-        first = "-" if after is None else f"[{keys.listing_member(after, '')}"
-        found: list[SessionState] = []
-        looked_at = 0
-        while looked_at < LOOKED_AT or not found:
-            before = "+" if cursor is None else f"({cursor}"
-            raw = await self._redis.execute("ZREVRANGEBYLEX", key, before, first, "LIMIT", 0, LOADED_AT_ONCE)
-            members = [member.decode() for member in raw]
-            for member, state in zip(members, await self._load_members(members), strict=True):
-                cursor = member
-                if state is None or status not in (None, state.status) or not _is_of(state.info, group_id, run):
-                    continue
-                if accepts is None or accepts(state):
-                    found.append(state)
-                    if len(found) == limit:
-                        return found, cursor
-            if len(members) < LOADED_AT_ONCE:
-                return found, None
-            looked_at += len(members)
-        return found, cursor
-
-    async def list_members(self, run: str | None, after: float | None, cursor: str | None, limit: int) -> list[str]:
-        """See `SessionStore.list_members`."""
-        key = keys.SESSIONS if run is None else keys.run_sessions(run)
-        first = "-" if after is None else f"[{keys.listing_member(after, '')}"
-        before = "+" if cursor is None else f"({cursor}"
-        raw = await self._redis.execute("ZREVRANGEBYLEX", key, before, first, "LIMIT", 0, limit)
-        return [member.decode() for member in raw]
-
-    async def _load_members(self, members: list[str]) -> list[SessionState | None]:
-        states = await asyncio.gather(*(self._load(keys.parse_member(member)[0]) for member in members))
-        return [
-            state if state and member == keys.listing_member(state.info.created_at, state.info.session_id) else None
-            for member, state in zip(members, states, strict=True)
-        ]
-
-
-def _is_of(info: SessionInfo, group_id: str | None, run: str | None) -> bool:
-    return group_id in (None, info.group_id) and run in (None, info.run)
-
-
-def _lists(info: SessionInfo) -> tuple[str, ...]:
-    every = (keys.SESSIONS, keys.run_sessions(info.run))
-    return every if info.group_id is None else (*every, keys.group_sessions(info.group_id))

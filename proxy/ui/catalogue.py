@@ -42,7 +42,7 @@ class SessionCatalogue:
     async def load(
         self, *, run: str | None, after: float | None = None, cursor: str | None = None, limit: int = LISTED
     ) -> Window:
-        members = await self._sessions.list_members(run=run, after=after, cursor=cursor, limit=limit)
+        members = await self._sessions.listing.list_members(run=run, after=after, cursor=cursor, limit=limit)
         following = members[-1] if len(members) == limit else None
         named = {member: parse_member(member)[0] for member in members}
         found = {state.info.session_id: state for state in await self.load_sessions([*named.values()])}
@@ -56,7 +56,7 @@ class SessionCatalogue:
         found: dict[str, SessionState] = {}
         for first in range(0, len(session_ids), STAMPS_AT_ONCE):
             part = session_ids[first : first + STAMPS_AT_ONCE]
-            stamps = dict(zip(part, await self._sessions.load_stamps(part), strict=True))
+            stamps = dict(zip(part, await self._sessions.listing.load_stamps(part), strict=True))
             changed = []
             for session_id, stamp in stamps.items():
                 known = self._known.get(session_id)
@@ -70,7 +70,7 @@ class SessionCatalogue:
         return [found[each] for each in session_ids if each in found]
 
     async def _read(self, session_ids: Sequence[str], stamps: dict[str, bytes]) -> dict[str, SessionState]:
-        states = await self._sessions.load_many(session_ids)
+        states = await self._sessions.listing.load_many(session_ids)
         found = {name: state for name, state in zip(session_ids, states, strict=True) if state is not None}
         for name, state in found.items():
             # What has changed since its stamp was told has another stamp the next time.

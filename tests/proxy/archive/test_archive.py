@@ -862,7 +862,7 @@ async def test_a_session_is_restored_in_parts_that_may_be_repeated(store: Store)
     assert await store.sessions.load_log("s") == "$ agent"
     assert await archive.load_named_records("s", 1, -1) == [("c2", b"two"), ("c3", b"three")]
     assert (await store.sessions.load_delivered("s"), await store.sessions.load_intents("s")) == ({"c1", "c2"}, [intent])
-    listed, _ = await store.sessions.list_sessions(status="completed", group_id="g", limit=9, cursor=None)
+    listed, _ = await store.sessions.listing.load_page(status="completed", group_id="g", limit=9, cursor=None)
     assert listed == [state]
     await archive.restore(info, 0, [("c1", b"one")])
     for differs in (replace(state, reward=0.25), replace(state, status="failed"), replace(state, calls=2)):

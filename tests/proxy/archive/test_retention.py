@@ -46,7 +46,7 @@ class Keeper:
         return [session.state["session_id"] for session in ArchiveReader(self.folder).sessions()]
 
     async def listed(self) -> set[str]:
-        states, _ = await self.service.services.sessions.list_sessions(status=None, group_id=None, limit=1000, cursor=None)
+        states, _ = await self.service.services.sessions.listing.load_page(status=None, group_id=None, limit=1000, cursor=None)
         return {state.info.session_id for state in states}
 
     async def nothing_is_left(self) -> bool:

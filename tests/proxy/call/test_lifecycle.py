@@ -306,7 +306,7 @@ async def test_a_close_in_another_process_counts_every_reply_that_was_delivered(
     own: Services, redis_kind: RedisKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """c0 and c1 are equal requests. Were the outcome of one missing, it would pass for an attempt."""
-    monkeypatch.setattr("proxy.store.sessions.CARRIED_WITHIN_SECONDS", 3600.0)
+    monkeypatch.setattr("proxy.store.outcomes.CARRIED_WITHIN_SECONDS", 3600.0)
     await opened(own)
     async with process(redis_kind.url) as other:
         for number, call_id in enumerate(("c0", "c1")):
@@ -325,7 +325,7 @@ async def test_a_process_that_stops_has_told_what_became_of_its_replies(
     own: Services, redis_kind: RedisKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """c1 is on its way when the process stops."""
-    monkeypatch.setattr("proxy.store.sessions.CARRIED_WITHIN_SECONDS", 3600.0)
+    monkeypatch.setattr("proxy.store.outcomes.CARRIED_WITHIN_SECONDS", 3600.0)
     await opened(own)
     async with process(redis_kind.url) as other:
         for number, call_id in enumerate(("c0", "c1")):
@@ -624,7 +624,7 @@ async def test_the_pages_of_sessions_hold_each_once_while_others_come_and_go(own
         await own.sessions.create(SessionInfo(f"s{number:02}", b"hash", 100.0 + number // 2))
     seen, cursor = [], None
     for page in range(100):
-        states, cursor = await own.sessions.list_sessions(status=None, group_id=None, limit=4, cursor=cursor)
+        states, cursor = await own.sessions.listing.load_page(status=None, group_id=None, limit=4, cursor=cursor)
         seen += [state.info.session_id for state in states]
         await own.sessions.create(SessionInfo(f"new{page}", b"hash", 200.0 + page))
         await own.sessions.delete(seen[-1])

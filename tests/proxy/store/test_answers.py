@@ -20,7 +20,7 @@ Write = Callable[[SessionStore], Awaitable[object]]
 @pytest.fixture(autouse=True)
 def in_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits is not written by the clock."""
-    monkeypatch.setattr("proxy.store.sessions.CARRIED_WITHIN_SECONDS", 3600.0)
+    monkeypatch.setattr("proxy.store.outcomes.CARRIED_WITHIN_SECONDS", 3600.0)
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ async def test_a_write_that_was_refused_has_carried_nothing(own: SessionStore, o
 async def test_without_another_write_what_waits_is_written_soon(
     own: SessionStore, other: SessionStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.store.sessions.CARRIED_WITHIN_SECONDS", 0.01)
+    monkeypatch.setattr("proxy.store.outcomes.CARRIED_WITHIN_SECONDS", 0.01)
     for number in range(2):
         await call(own, number, f"c{number}")
         own.note_answered("s", [f"c{number}"], delivered=True)

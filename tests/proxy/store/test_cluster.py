@@ -106,7 +106,7 @@ async def test_sessions_are_spread_over_all_servers_and_found_again(cluster: Red
         assert await one_call(stored, session_id) == 1
     for server in cluster.primaries:
         assert sum(key.endswith(b":calls") for key in server.all_keys()) > 5
-    listed, _ = await stored.sessions.list_sessions(status=None, group_id="g", limit=100, cursor=None)
+    listed, _ = await stored.sessions.listing.load_page(status=None, group_id="g", limit=100, cursor=None)
     assert [state.info.session_id for state in listed] == ids[::-1]
     assert [state.calls for state in listed] == [1] * 60
 
@@ -254,7 +254,7 @@ async def recovered(store: Store, seconds: float = 60.0) -> None:
     while True:
         try:
             await store.sessions.ping()
-            await store.sessions.list_sessions(status=None, group_id=None, limit=10, cursor=None)
+            await store.sessions.listing.load_page(status=None, group_id=None, limit=10, cursor=None)
             return
         except StoreUnavailable:
             assert time.monotonic() < deadline, f"not within {seconds} s"

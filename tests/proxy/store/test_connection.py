@@ -51,7 +51,7 @@ READS: dict[str, Callable[[Store], Awaitable[object]]] = {
     "ping": lambda store: store.sessions.ping(),
     "load": lambda store: store.sessions.load("s"),
     "records": lambda store: store.sessions.load_records("s"),
-    "listing": lambda store: store.sessions.list_sessions(status=None, group_id=None, limit=10, cursor=None),
+    "listing": lambda store: store.sessions.listing.load_page(status=None, group_id=None, limit=10, cursor=None),
     "counts": lambda store: store.delivery.count_groups(),
     "current": lambda store: store.weights.current(),
 }

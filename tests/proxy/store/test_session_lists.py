@@ -16,15 +16,15 @@ async def test_many_sessions_are_read_as_one_by_one(store: Store) -> None:
     for number in range(5):
         await store.sessions.create(info(f"s{number}", 10.0 + number))
     names = ["s3", "gone", "s0"]
-    assert await store.sessions.load_many(names) == [await store.sessions.load(name) for name in names]
-    assert await store.sessions.load_many([]) == []
+    assert await store.sessions.listing.load_many(names) == [await store.sessions.load(name) for name in names]
+    assert await store.sessions.listing.load_many([]) == []
 
 
 async def test_a_stamp_changes_with_whatever_a_list_shows(store: Store) -> None:
     await store.sessions.create(info("s", 10.0))
 
     async def stamp() -> bytes:
-        return (await store.sessions.load_stamps(["s"]))[0]
+        return (await store.sessions.listing.load_stamps(["s"]))[0]
 
     seen = [await stamp()]
     await store.sessions.begin("s", 0, Intent("c1", None, b"", "r", 11.0))
@@ -49,10 +49,12 @@ async def test_the_newest_members_are_listed_by_run_and_time(store: Store) -> No
 
     async def listed(**wanted: object) -> list[str]:
         given = {"run": None, "after": None, "cursor": None, "limit": 9} | wanted
-        return [parse_member(each)[0] for each in await store.sessions.list_members(**given)]  # type: ignore[arg-type]
+        return [parse_member(each)[0] for each in await store.sessions.listing.list_members(**given)]  # type: ignore[arg-type]
 
     assert await listed() == ["s4", "s3", "s2", "s1", "s0"]
     assert await listed(run="a", limit=2) == ["s4", "s2"]
     assert await listed(after=12.0) == ["s4", "s3", "s2"]
-    (third,) = [each for each in await store.sessions.list_members(run=None, after=None, cursor=None, limit=9) if "s2" in each]
+    (third,) = [
+        each for each in await store.sessions.listing.list_members(run=None, after=None, cursor=None, limit=9) if "s2" in each
+    ]
     assert await listed(cursor=third) == ["s1", "s0"]

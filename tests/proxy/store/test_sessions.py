@@ -35,7 +35,7 @@ async def test_creating_the_same_session_again_is_a_no_op_and_another_of_its_id_
     assert await store.sessions.create(session())
     assert not await store.sessions.create(session(created_at=200.0))
     assert not await store.sessions.create(session(task_id="other"))
-    states, _ = await store.sessions.list_sessions(status=None, group_id=None, limit=10, cursor=None)
+    states, _ = await store.sessions.listing.load_page(status=None, group_id=None, limit=10, cursor=None)
     assert [state.info.created_at for state in states] == [100.0]
 
 
@@ -194,20 +194,20 @@ async def test_the_listing_is_newest_first_in_pages_and_filters_by_status_and_gr
     await store.sessions.close("s10", "completed", None, None, 1.0)
     await store.sessions.close("s20", "completed", None, None, 1.0)
 
-    first, cursor = await store.sessions.list_sessions(status=None, group_id=None, limit=50, cursor=None)
-    rest, end = await store.sessions.list_sessions(status=None, group_id=None, limit=50, cursor=cursor)
+    first, cursor = await store.sessions.listing.load_page(status=None, group_id=None, limit=50, cursor=None)
+    rest, end = await store.sessions.listing.load_page(status=None, group_id=None, limit=50, cursor=cursor)
     assert [state.info.session_id for state in (*first, *rest)] == [f"s{i}" for i in range(69, -1, -1)]
     assert end is None
-    evens, _ = await store.sessions.list_sessions(status=None, group_id="even", limit=100, cursor=None)
+    evens, _ = await store.sessions.listing.load_page(status=None, group_id="even", limit=100, cursor=None)
     assert len(evens) == 35
-    closed, _ = await store.sessions.list_sessions(status="completed", group_id=None, limit=100, cursor=None)
+    closed, _ = await store.sessions.listing.load_page(status="completed", group_id=None, limit=100, cursor=None)
     assert [state.info.session_id for state in closed] == ["s20", "s10"]
 
 
 async def test_a_page_of_a_rare_status_is_never_empty_before_the_end(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page ended after so many entries, found or not: whoever stops at an empty page saw nothing."""
-    monkeypatch.setattr("proxy.store.states.LOADED_AT_ONCE", 4)
-    monkeypatch.setattr("proxy.store.states.LOOKED_AT", 8)
+    monkeypatch.setattr("proxy.store.listing.LOADED_AT_ONCE", 4)
+    monkeypatch.setattr("proxy.store.listing.LOOKED_AT", 8)
     for i in range(60):
         await store.sessions.create(session(f"s{i}", created_at=100.0 + i, group_id="g"))
     for i in (3, 4, 50):
@@ -216,19 +216,19 @@ async def test_a_page_of_a_rare_status_is_never_empty_before_the_end(store: Stor
         found: list[str] = []
         cursor, more = None, True
         while more:
-            page, cursor = await store.sessions.list_sessions(status="failed", group_id=group_id, limit=2, cursor=cursor)
+            page, cursor = await store.sessions.listing.load_page(status="failed", group_id=group_id, limit=2, cursor=cursor)
             assert page or cursor is None
             found += [state.info.session_id for state in page]
             more = cursor is not None
         assert found == ["s50", "s4", "s3"]
-    assert await store.sessions.list_sessions(status="timeout", group_id=None, limit=2, cursor=None) == ([], None)
+    assert await store.sessions.listing.load_page(status="timeout", group_id=None, limit=2, cursor=None) == ([], None)
 
 
 async def test_the_listing_skips_what_a_crash_left_behind(store: Store) -> None:
     await store.sessions.create(session("s1"))
-    await store.sessions._listing.add(session("never-created", created_at=300.0))
-    await store.sessions._listing.add(session("s1", created_at=50.0))
-    states, cursor = await store.sessions.list_sessions(status=None, group_id=None, limit=10, cursor=None)
+    await store.sessions.listing.add(session("never-created", created_at=300.0))
+    await store.sessions.listing.add(session("s1", created_at=50.0))
+    states, cursor = await store.sessions.listing.load_page(status=None, group_id=None, limit=10, cursor=None)
     assert [state.info.session_id for state in states] == ["s1"]
     assert cursor is None
 

@@ -12,6 +12,7 @@ import pytest
 from contract.sessions import TokenSums
 from proxy.api.filters import parse_query
 from proxy.store.connection import StoreConnection
+from proxy.store.listing import SessionListing
 from proxy.store.sessions import SessionStore
 from proxy.store.states import SessionInfo, SessionState
 from proxy.ui.causes import group_causes
@@ -211,13 +212,13 @@ def test_an_ordered_list_says_among_how_many_sessions_and_its_pages_have_each_on
 
 def test_a_list_reads_again_only_what_has_changed(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    load = SessionStore.load_many
+    load = SessionListing.load_many
 
-    async def note(store: SessionStore, names: list[str]) -> list[SessionState | None]:
+    async def note(store: SessionListing, names: list[str]) -> list[SessionState | None]:
         read.extend(names)
         return await load(store, names)
 
-    monkeypatch.setattr(SessionStore, "load_many", note)
+    monkeypatch.setattr(SessionListing, "load_many", note)
     found(service, sort="reward")
     read.clear()
     assert found(service, sort="-reward").startswith("11 8")
