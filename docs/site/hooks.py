@@ -13,24 +13,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import archive_page
 import harness_pages
 import http_page
 import measurements_page
-import metrics_page
-import templates_page
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 GENERATED: dict[str, Callable[[], str]] = {
-    "reference/archive.md": archive_page.render,
     "reference/harnesses.md": harness_pages.render,
     "reference/measurements.md": measurements_page.render,
-    "reference/metrics.md": metrics_page.render,
     "reference/openapi.json": http_page.render_json,
-    "reference/templates.md": templates_page.render,
 }
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 PICTURE = re.compile(r'<p><img [^>]*\bsrc="([\w/.-]+\.svg)"[^>]*></p>')

@@ -6,15 +6,21 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import archive_page
 import commands_page
 import http_page
+import metrics_page
 import settings_page
+import templates_page
 
 FOLDER = Path(__file__).resolve().parents[1] / "reference"
 PAGES: Mapping[str, Callable[[], str]] = {
+    "archive.md": archive_page.render,
     "commands.md": commands_page.render,
     "http.md": http_page.render,
+    "metrics.md": metrics_page.render,
     "settings.md": settings_page.render,
+    "templates.md": templates_page.render,
 }
 
 

@@ -17,7 +17,7 @@ from lupa import LuaRuntime
 from examples.vllm_server import vllm_command
 from proxy.auth import mint_key
 from proxy.metrics import Metrics
-from tests.support.documents.helm_chart import CHART, rendered, the
+from tests.support.documents.helm_chart import CHART, objects, rendered, the
 from tests.support.machine import require
 from tests.support.service.verbatim_process import wait_until
 
@@ -158,8 +158,13 @@ def test_every_value_that_the_page_names_is_one_of_the_chart() -> None:
 
 
 def test_the_values_that_make_the_service_reachable_render_and_serve_what_the_page_asks_for() -> None:
-    (shown,) = [each for each in re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL) if "ingress:" in each]
-    values = yaml.safe_load(shown)
+    shown = [each for each in re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL) if "ingress:" in each]
+    values, platform = map(yaml.safe_load, shown)
     (rule,) = the(values, "Ingress", "verbatim")["spec"]["rules"]
     assert values["proxy"]["publicUrl"] == f"https://{rule['host']}" and f"`https://{rule['host']}/healthz`" in PAGE
     assert {"/healthz", "/sessions", "/s"} <= {each["path"] for each in rule["http"]["paths"]}
+    assert [each["host"] for each in the(platform, "Ingress", "verbatim")["spec"]["rules"]] == [rule["host"]]
+    assert {each["kind"] for each in objects(platform)} >= {"ServiceMonitor", "NetworkPolicy"}
+    text = "".join(rendered(platform).values())
+    assert "claimName: models" in text and "claimName: weights" in text and "rediss://" in text
+    assert not re.search("runAsUser: [0-9]|fsGroup: [0-9]|kind: PersistentVolumeClaim", text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 import subprocess
 import sys
@@ -31,6 +32,19 @@ def test_every_object_of_the_http_api_that_is_named_is_explained() -> None:
     explained = {name.lower() for name in re.findall(r"^### (.+)$", page, re.MULTILINE)}
     assert set(re.findall(r"\]\(#([\w-]+)\)", page)) <= explained
     assert "`POST /batches/lease` · trainer" in page
+
+
+def test_every_page_leads_to_files_that_are_committed() -> None:
+    """Five pages of the reference were made for the site alone: where the repository is read, links to them led nowhere."""
+    named = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    there = {*named, *(posixpath.dirname(name) for name in named)}
+    lost = []
+    for page in (name for name in named if name.endswith(".md")):
+        for link in re.findall(r"\]\(([^)\s#]+)", re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)):
+            target = link[1:] if link.startswith("/") else posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
+            if "://" not in link and target.removesuffix("/") not in there:
+                lost.append((page, link))
+    assert lost == []
 
 
 QUESTIONS = {

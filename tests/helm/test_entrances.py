@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import helm_python
 import pytest
+import yaml
 
 from tests.helm.test_network import CONTROL, PORTS, STRANGER, part, policies
 from tests.support.documents.helm_chart import Values, objects, rendered, the
@@ -87,8 +89,11 @@ def test_engines_are_scraped_by_a_prometheus_that_is_named() -> None:
     ],
 )
 def test_an_entrance_that_the_policy_would_shut_is_refused(values: Values, named: str) -> None:
-    with pytest.raises(helm_python.HelmError, match=named):
+    with pytest.raises(helm_python.HelmError, match=named) as refused:
         rendered(values)
+    # It is a value as it stands: without its brackets it was refused as no array.
+    if example := re.search(r"for example (\[.*\])", str(refused.value)):
+        rendered({**values, "networkPolicy": {named.partition(".")[2]: yaml.safe_load(example[1])}})
     if not named.startswith("httpRoute"):
         rendered({**values, "networkPolicy": {"enabled": False}})
 

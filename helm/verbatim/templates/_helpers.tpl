@@ -177,7 +177,7 @@ control: [/attempts, /batches, /engines, /groups, /nodes, /projects, /run, /runs
 {{- $harness := concat $policy.proxyFrom $policy.harnessFrom -}}
 {{- $control := $policy.proxyFrom -}}
 {{- if and (ne .Values.proxy.service.type "ClusterIP") (not $harness) -}}
-{{- fail (printf "networkPolicy.harnessFrom: proxy.service.type is %s, and the network policy shuts out whoever comes from outside; name their addresses, for example {ipBlock: {cidr: 10.0.0.0/8}} (networkPolicy.proxyFrom: for the control side, too)" .Values.proxy.service.type) -}}
+{{- fail (printf "networkPolicy.harnessFrom: proxy.service.type is %s, and the network policy shuts out whoever comes from outside; name their addresses, for example [{ipBlock: {cidr: 10.0.0.0/8}}] (networkPolicy.proxyFrom: for the control side, too)" .Values.proxy.service.type) -}}
 {{- end -}}
 {{- with .Values.ingress }}{{ if .enabled -}}
 {{- $peers := $policy.ingressFrom -}}
@@ -185,14 +185,14 @@ control: [/attempts, /batches, /engines, /groups, /nodes, /projects, /run, /runs
 {{- $peers = list (dict "namespaceSelector" (dict "matchLabels" (dict "kubernetes.io/metadata.name" "ingress-nginx"))) -}}
 {{- end -}}
 {{- if not $peers -}}
-{{- fail (printf "networkPolicy.ingressFrom: name where the ingress controller of the class %s runs, or the network policy shuts it out, for example {namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: NAMESPACE}}}" .className) -}}
+{{- fail (printf "networkPolicy.ingressFrom: name where the ingress controller of the class %s runs, or the network policy shuts it out, for example [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: NAMESPACE}}}]" .className) -}}
 {{- end -}}
 {{- $harness = concat $harness $peers -}}
 {{- if .control }}{{ $control = concat $control $peers }}{{ end -}}
 {{- end }}{{ end -}}
 {{- with .Values.httpRoute }}{{ if .enabled -}}
 {{- if not $policy.gatewayFrom -}}
-{{- fail "networkPolicy.gatewayFrom: name where the pods of the gateway run, or the network policy shuts them out, for example {namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: envoy-gateway-system}}}" -}}
+{{- fail "networkPolicy.gatewayFrom: name where the pods of the gateway run, or the network policy shuts them out, for example [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: envoy-gateway-system}}}]" -}}
 {{- end -}}
 {{- $harness = concat $harness $policy.gatewayFrom -}}
 {{- if .control }}{{ $control = concat $control $policy.gatewayFrom }}{{ end -}}
@@ -209,7 +209,7 @@ control: [/attempts, /batches, /engines, /groups, /nodes, /projects, /run, /runs
 {{- $peers := .Values.networkPolicy.vllmFrom -}}
 {{- with .Values.monitoring.serviceMonitor }}{{ if and .enabled .engines -}}
 {{- if not (or $peers $.Values.networkPolicy.prometheusFrom) -}}
-{{- fail "networkPolicy.prometheusFrom: name the pods of Prometheus, or monitoring.serviceMonitor.engines scrapes nothing; the engines' routes are unauthenticated, so name no others, for example {namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}, podSelector: {matchLabels: {app.kubernetes.io/name: prometheus}}}" -}}
+{{- fail "networkPolicy.prometheusFrom: name the pods of Prometheus, or monitoring.serviceMonitor.engines scrapes nothing; the engines' routes are unauthenticated, so name no others, for example [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}, podSelector: {matchLabels: {app.kubernetes.io/name: prometheus}}}]" -}}
 {{- end -}}
 {{- $peers = concat $peers $.Values.networkPolicy.prometheusFrom -}}
 {{- end }}{{ end -}}
