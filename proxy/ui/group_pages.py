@@ -160,22 +160,15 @@ def explain_rounds(group: GroupView, rounds: Sequence[GroupRound], patience_seco
     if not rounds:
         return f"No member has entered the group yet; it {waiting}."
     newest = rounds[0]
-    return (
-        f"It {waiting}. {explain_round(newest, patience_seconds)}"
-        if newest.status == "filling"
-        else explain_round(newest, patience_seconds)
-    )
+    if newest.status == "filling":
+        return f"It {waiting}.{_tell_patience(newest, patience_seconds)}"
+    return explain_round(newest, patience_seconds)
 
 
 def explain_round(each: GroupRound, patience_seconds: float) -> str:
     """What the round waits for, or what became of it."""
     if each.status == "filling":
-        until = (
-            f" It is given up at {format_time(each.since + patience_seconds)} unless one comes."
-            if patience_seconds and each.since
-            else ""
-        )
-        return f"{each.usable} of {each.size} members are usable.{until}"
+        return f"{each.usable} of {each.size} members are usable.{_tell_patience(each, patience_seconds)}"
     if each.status == "ready":
         return _explain_ready(each)
     if each.status == "leased":
@@ -185,6 +178,13 @@ def explain_round(each: GroupRound, patience_seconds: float) -> str:
         return "A trainer acknowledged it."
     cause = CAUSES.get(each.cause, "It was stored by another version, without a cause.")
     return f"{cause} {each.story}" if each.story else cause
+
+
+def _tell_patience(each: GroupRound, patience_seconds: float) -> str:
+    """When a round that waits for members is given up; "" if never."""
+    if not (patience_seconds and each.since):
+        return ""
+    return f" It is given up at {format_time(each.since + patience_seconds)} unless one comes."
 
 
 def _explain_ready(each: GroupRound) -> str:

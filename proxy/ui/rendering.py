@@ -134,7 +134,10 @@ def format_count(value: int) -> str:
 
 
 def format_number(value: float | None, places: int = 4) -> str:
-    return NO_NUMBER if value is None else f"{value:.{places}g}"
+    """`places` digits; a larger number whole, as counts are."""
+    if value is None:
+        return NO_NUMBER
+    return format_count(round(value)) if 10**places <= abs(value) < 1e12 else f"{value:.{places}g}"
 
 
 def format_share(value: float, whole: float) -> str:

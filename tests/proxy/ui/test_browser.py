@@ -102,21 +102,28 @@ def nodes(browser: Browser) -> int:
     return count
 
 
-PAGES = [
-    "sessions",
-    "ordered",
-    "found",
-    "groups",
-    "group",
-    "concepts",
-    "session",
-    "agent",
-    "picture",
-    "hostile",
-    "long",
-    "search",
-    "compare",
-]
+PAGES = {
+    "sessions": "/ui",
+    "ordered": "/ui?sort=-reward&loss=truncated&at_least=0",
+    "found": "/ui?q=smaller%20sign&in=texts",
+    "concepts": "/ui/concepts",
+    "groups": "/ui/groups?status=waiting",
+    "group": "/ui/groups/bug%207%2Fa%26b",
+    "session": "/ui/sessions/rich",
+    "agent": "/ui/sessions/agent",
+    "picture": "/ui/sessions/picture",
+    "hostile": "/ui/sessions/hostile",
+    "long": "/ui/sessions/long",
+    "search": "/ui/sessions/agent?q=work",
+    "compare": "/ui/compare?left=rich&right=poor",
+}
+LOOKS = ((("dark", DESKTOP), ("light", PHONE)), (("light", DESKTOP), ("dark", PHONE)))
+"""One or the other, in turn: each page in both schemes and in both widths."""
+
+
+CUT_LISTS = """return [...document.querySelectorAll("[data-live=list]")].filter((e) => e.scrollWidth > e.clientWidth)
+.map((e) => e.textContent)"""
+"""Lists with columns that are seen only after scrolling sideways."""
 
 
 def unfold(browser: Browser) -> None:
@@ -133,28 +140,14 @@ def unfold(browser: Browser) -> None:
 def test_axe_finds_nothing_serious_dark_and_light_wide_and_on_a_phone(
     browser: Browser, service: RunningService, name: str
 ) -> None:
-    path = {
-        "sessions": "/ui",
-        "ordered": "/ui?sort=-reward&loss=truncated&at_least=0",
-        "found": "/ui?q=smaller%20sign&in=texts",
-        "concepts": "/ui/concepts",
-        "groups": "/ui/groups?status=waiting",
-        "group": "/ui/groups/bug%207%2Fa%26b",
-        "session": "/ui/sessions/rich",
-        "agent": "/ui/sessions/agent",
-        "picture": "/ui/sessions/picture",
-        "hostile": "/ui/sessions/hostile",
-        "long": "/ui/sessions/long",
-        "search": "/ui/sessions/agent?q=work",
-        "compare": "/ui/compare?left=rich&right=poor",
-    }[name]
     backgrounds = set()
-    for scheme, size in (("dark", DESKTOP), ("light", PHONE)):
+    for scheme, size in LOOKS[[*PAGES].index(name) % 2]:
         browser.prefer(scheme)
         browser.resize(*size, phone=size == PHONE)
-        opened(browser, service, path)
+        opened(browser, service, PAGES[name])
         unfold(browser)
         assert browser.run("return document.documentElement.scrollWidth") <= size[0]
+        assert browser.run(CUT_LISTS) == []
         assert browser.barriers() == []
         backgrounds.add(browser.run("return getComputedStyle(document.body).backgroundColor"))
     assert len(backgrounds) == 2

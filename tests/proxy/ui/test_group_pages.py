@@ -54,7 +54,7 @@ def test_a_group_says_where_it_is_and_why_until_it_is_acknowledged(service: Runn
     close_member(service, "g", 2, 1.0)
     waiting = show(service, "g")
     assert state_of(waiting) == "waiting"
-    assert "It waits: 1 of 2 members usable; 1 not opened yet. 1 of 2 members are usable. It is given up at " in waiting
+    assert "It waits: 1 of 2 members usable; 1 not opened yet. It is given up at " in waiting
     close_member(service, "g", 2, 0.0)
     ready = show(service, "g")
     assert state_of(ready) == "ready" and "It waits for a trainer. It is the next to be leased." in ready
