@@ -93,7 +93,7 @@ class Training:
 def training(engine: VisionEngine, redis_server: RedisServer, tmp_path: Path) -> Iterator[Training]:
     """However a test ends, the next one finds the engine with the weights that it started with."""
     redis_server.flushall()
-    scorers: dict[str, Any] = {"self": {}}
+    scorers: dict[str, Any] = {"self": {}, "hindsight": {"prompt": "hindsight"}}
     with (
         RunningService(engine.url, redis_server.url, scorers=scorers) as service,
         TrainerClient(service.url, TRAINER) as trainer,
@@ -174,6 +174,15 @@ def answer(session: Session, messages: list[Any], stream: bool) -> dict[str, Any
     return {"role": "assistant", "content": streamed_text(session.ask(messages, stream=True, **fields))[0]}
 
 
+def await_score(service: RunningService, session: Session, scorer: str) -> dict[str, Any]:
+    """The session's one row, once it is scored."""
+    path, ended = f"/sessions/{session.session_id}/scores", ("scored", "failed")
+    wait_until(lambda: service.request("GET", path).json()["scorers"][scorer]["state"] in ended, 300, "it is scored")
+    (row,) = session.trajectories()[0]
+    assert "error" not in row["scores"][scorer]
+    return dict(row)
+
+
 @pytest.mark.case(94)
 def test_a_scorer_sees_the_pixels_too(engine: VisionEngine, training: Training) -> None:
     """The policy itself, which gives each token what it gave when it sampled it: without the images, or with others, it would not."""
@@ -185,12 +194,38 @@ def test_a_scorer_sees_the_pixels_too(engine: VisionEngine, training: Training) 
     messages.append({"role": "user", "content": [text("And this?"), *shown(picture(3, 56, 56))]})
     answer(session, messages, False)
     session.close()
-    path = f"/sessions/{session.session_id}/scores"
-    ended = ("scored", "failed")
-    wait_until(lambda: training.service.request("GET", path).json()["scorers"]["self"]["state"] in ended, 300, "it is scored")
-    (row,) = session.trajectories()[0]
+    row = await_score(training.service, session, "self")
     told = row["scores"]["self"]
-    assert "error" not in told
     for at, trained in enumerate(row["loss_mask"]):
         if trained:
             assert abs(told["logprobs"][at] - row["logprobs"][at]) < TOLERANCE
+
+
+def test_hindsight_sees_the_pixels_too(engine: VisionEngine, training: Training) -> None:
+    """After the prompt that the engine renders of the messages with the hint, recomputed by transformers."""
+    session, album = training.service.session(scores=["hindsight"]), Album()
+    digests = [album.add(picture(1, 84, 140)), album.add(picture(2, 168, 56))]
+    parts = [*shown(album.files[digests[0]]), text("Look."), *shown(album.files[digests[1]])]
+    answer(session, [{"role": "user", "content": parts}], False)
+    said = {"call_id": session.calls[0]["call_id"], "hint": "It is a square."}
+    assert training.service.request("POST", f"/sessions/{session.session_id}/feedback", json=said).status_code == 204
+    session.close()
+    row = await_score(training.service, session, "hindsight")
+    begin, ids = row["loss_mask"].index(1), row["token_ids"]
+    hinted = [{"role": "user", "content": [*parts, text("\n\nHint: It is a square.")]}]
+    body = {"model": "policy", "messages": hinted, "chat_template_kwargs": {"enable_thinking": False}}
+    rendered = httpx.post(f"{engine.url}/v1/chat/completions/render", json=body, timeout=120).json()
+    prompt, places = rendered["token_ids"], rendered["features"]["mm_placeholders"]["image"]
+    whole = trajectory(
+        token_ids=pack_ids(prompt + ids[begin:]),
+        loss_mask=np.array([0] * len(prompt) + row["loss_mask"][begin:], dtype=np.int8),
+        logprobs=np.zeros(len(prompt) + len(ids) - begin, dtype=np.float32),
+        weight_versions=spans(len(prompt), [0] * (len(ids) - begin)),
+        media=tuple(Media(digest, "image", at["offset"], at["length"]) for digest, at in zip(digests, places, strict=True)),
+    )
+    model, vision = load_model(engine.model)
+    expected = recompute(model, whole, vision=vision, media=MediaFiles.of([whole], album.fetch))
+    own = np.array(row["scores"]["hindsight"]["logprobs"][begin:], np.float64)
+    np.testing.assert_allclose(own, expected[len(prompt) :], atol=TOLERANCE)
+    # Without the hint the same ids have other logprobs.
+    assert np.abs(own - np.array(row["logprobs"][begin:])).max() > 10 * TOLERANCE

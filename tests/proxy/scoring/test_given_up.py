@@ -26,8 +26,9 @@ def scoring(redis_server: RedisServer, student: ScriptedEngine, teacher: Scripte
         "teacher": {"policy": "teacher"},
         "optional": {"policy": "teacher", "required": False},
         "nobody": {"policy": "nobody"},
+        "hindsight": {"policy": "teacher", "prompt": "hindsight"},
         # Nobody listens there.
-        "strict": {"url": "http://127.0.0.1:9/turn", "required": True},
+        **{name: {"url": "http://127.0.0.1:9/turn", "required": name == "strict"} for name in ("strict", "lenient")},
     }
     limits = {"timeout_seconds": 0.001}
     with student, teacher:
@@ -86,6 +87,14 @@ def test_a_session_without_required_verdicts_is_not_delivered_and_says_why(redis
         wait_until(lambda: state_of(service, session_id, "strict")["state"] == "failed", 60, "it is given up")
         assert "was not reached" in state_of(service, session_id, "strict")["error"]
         assert service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 1}).status_code == 204
+
+
+def test_a_session_whose_judge_gives_no_hints_is_delivered_without_hindsight(redis_server: RedisServer) -> None:
+    teacher = ScriptedEngine()
+    with scoring(redis_server, ScriptedEngine(), teacher) as service:
+        (row,) = lease(service, play(service, scores=["hindsight", "lenient"]))
+        assert "scores" not in row or not row["scores"]
+        assert not scored(teacher.generations)
 
 
 def test_a_session_does_not_wait_for_a_scorer_that_no_process_has_any_more(redis_server: RedisServer) -> None:

@@ -22,7 +22,7 @@ from reconstruct.records import Ids, pack_ids
 from tests.proxy.scoring.test_judges import LINE
 from tests.proxy.scoring.test_scoring import array, lease, scored, state_of
 from tests.support.engine.scripted_details import given_logprobs
-from tests.support.engine.scripted_engine import Say, ScriptedEngine
+from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine
 from tests.support.engine.scripted_images import SEEING, picture, url_of
 from tests.support.engine.template_families import FAMILIES, Family
 from tests.support.service.redis_server import RedisServer
@@ -242,6 +242,26 @@ def test_a_hint_that_makes_no_prompt_leaves_its_call_unknown_and_says_why(runnin
     wait_until(lambda: state_of(service, session.session_id, "hindsight")["state"] == "failed", 60, "it is refused")
     told = state_of(service, session.session_id, "hindsight")
     assert reason in told["error"] and (told["calls"], told["tokens"]) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [(Fail(400, "roles must alternate"), "roles must alternate"), (Fail(500, "out of order"), "")],
+    ids=["the template refuses", "the engine fails"],
+)
+def test_a_prompt_that_is_refused_has_no_score_and_one_that_fails_is_asked_for_again(
+    running: Engines, fault: Fail, reason: str
+) -> None:
+    student, _, service = running
+    session = service.session(scores=["hindsight"])
+    first, _ = ask_twice(student, session)
+    said = {"call_id": first["call_id"], "hint": "say more"}
+    assert service.request("POST", f"/sessions/{session.session_id}/feedback", json=said).status_code == 204
+    student.fault("/v1/chat/completions/render", fault)
+    session.close(reward=1.0)
+    ended = "failed" if reason else "scored"
+    wait_until(lambda: state_of(service, session.session_id, "hindsight")["state"] == ended, 60, "it is over")
+    assert reason in state_of(service, session.session_id, "hindsight")["error"]
 
 
 def test_feedback_is_a_hint_and_stays_once_a_call_was_scored_with_it(running: Engines) -> None:
