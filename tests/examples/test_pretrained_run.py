@@ -142,6 +142,9 @@ def test_demonstrations_are_read_as_they_were_recorded_those_that_failed_twice(t
     batch = read_demonstrations(tmp_path)
     assert is_complete(tmp_path) and [group.group_id for group in batch.groups] == ["task-1", "task-2"]
     assert [encode_row(row) for row in batch.rows] == [encode_row(row) for row in (solved, failed, failed, other)]
+    assert [encode_row(row) for row in read_demonstrations(tmp_path, solved=True).rows] == [
+        encode_row(row) for row in (solved, other)
+    ]
 
 
 # Going on
