@@ -256,6 +256,8 @@ class Replica:
     """Fields of a request that it does not take, with the model and whether streamed where only that is so ("", None: always)."""
     returns_ids: dict[bool, bool] = field(default_factory=dict)
     """Whether its last reply had token ids and logprobs, by whether it was streamed."""
+    vocabulary: str = ""
+    """A digest of all ids with their tokens; "" if it does not say."""
     tells_cached: bool = False
     """Its answers to what is to be scored say how many ids it had cached."""
     router: bool = False

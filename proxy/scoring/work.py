@@ -13,9 +13,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from proxy.dialects.base import new_call_id
 from proxy.engine.apis.scores import Scored, ScoringJob
@@ -29,6 +30,7 @@ from proxy.scoring.plan import Place, ScoreRow, plan_rows
 from proxy.scoring.scorers import Scorer
 from proxy.scoring.vocabulary import Vocabularies
 from proxy.timeline import CancelScope, Timeline
+from reconstruct.details import NO_TOKEN
 from reconstruct.media import Media
 from reconstruct.records import RAW, Call, Forest
 from reconstruct.scores import Score, unscored
@@ -139,8 +141,9 @@ class SessionScoring:
     async def _score_row(self, policy: str, row: ScoreRow, last: Scored | None) -> Scored | None:
         """Stores the scores of the row's calls. What is known of its ids; None where the scorer refuses them."""
         try:
-            await self._check_vocabulary(policy, row)
+            await self._check_vocabulary(policy, row, row.ids)
             scored = await self._ask_row(policy, row, last)
+            await self._check_vocabulary(policy, row, scored.top_ids[scored.top_ids != NO_TOKEN])
         except RequestError as error:
             await self._refuse([place.call for place in row.places], error, f"the scorer refuses it: {error.message}")
             return None
@@ -148,11 +151,14 @@ class SessionScoring:
         self._metrics.count_tokens(self._name, sum(place.end - place.start for place in row.places))
         return scored
 
-    async def _check_vocabulary(self, policy: str, row: ScoreRow) -> None:
+    async def _check_vocabulary(self, policy: str, row: ScoreRow, ids: NDArray[np.integer[Any]]) -> None:
+        kind = self._services.pool.kinds.of(replica := self._serving(policy)[0])
+        if not kind.takes_ids:
+            raise kind.no_scores(replica)
         for sampled_by in {place.call.policy for place in row.places}:
             if sampled_by != policy:
                 sampler, scorer = self._serving(sampled_by)[0], self._serving(policy)[0]
-                await self._vocabularies.check(scorer, sampler, row.ids.tolist())
+                await self._vocabularies.check(scorer, sampler, np.unique(ids).tolist())
 
     async def _ask_row(self, policy: str, row: ScoreRow, last: Scored | None) -> Scored:
         # What was sampled there is in the cache, but not behind a hint.

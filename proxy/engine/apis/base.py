@@ -157,7 +157,14 @@ class EngineKind(ABC):
     async def score(self, replica: Replica, job: ScoringJob, scope: CancelScope) -> Scored:
         """The logprobs that the engine's model gives to ids which it did not sample. Raises RequestError if the engine refuses, or cannot;
         EngineFailed for an answer that is not to be believed, EngineUnavailable if the engine was not reached."""
-        raise RequestError(f"engines of the {self.name} API give no logprobs of ids that they did not sample")
+        raise self.no_scores(replica)
+
+    def no_scores(self, replica: Replica) -> RequestError:
+        """That engines of this kind cannot score."""
+        return RequestError(
+            f"engine {replica.name} answers over the {self.name} API, which gives no logprobs of ids that it did not sample: use vLLM with "
+            "--enable-scale-out or the plugin, or SGLang's own API"
+        )
 
     async def count(self, replica: Replica, request: Request) -> int:
         """The length of the request's prompt in tokens. Raises RequestError if the engine cannot count."""
@@ -175,6 +182,15 @@ class EngineKind(ABC):
         """The text of each group of ids as it follows others. Raises VerbatimError if the engine cannot tell."""
         if self._local.is_set:
             return await self._local.spell_groups(groups)
+        return await self._detokenize(replica, groups)
+
+    async def spell_itself(self, replica: Replica, groups: Sequence[tuple[int, ...]]) -> list[str]:
+        """The same by the engine's own vocabulary, whatever renders here."""
+        # On its own a word loses its leading blank where the tokenizer marks blanks at the start of words.
+        before, *spelled = await self._detokenize(replica, [(0,), *((0, *group) for group in groups)])
+        return [text.removeprefix(before) for text in spelled]
+
+    async def _detokenize(self, replica: Replica, groups: Sequence[tuple[int, ...]]) -> list[str]:
         limit = asyncio.Semaphore(DETOKENIZE_CONCURRENCY)
         model = {"model": replica.name_served(replica.models[0])} if replica.models else {}
 

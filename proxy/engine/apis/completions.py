@@ -23,10 +23,13 @@ from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.question import Question
 from proxy.engine.apis.renderer import LocalRenderer
 from proxy.engine.apis.reply import EngineChoice, EngineReply, PartialReply, Usage, choice_at, visible_ids
+from proxy.engine.apis.scores import Scored, ScoringJob
 from proxy.engine.apis.versions import Versions
+from proxy.engine.apis.vllm_scores import score_by_completions
 from proxy.engine.replica import Replica, parse_version
 from proxy.engine.wire.http import EngineAnswer
 from proxy.errors import EngineFailed, RequestError
+from proxy.timeline import CancelScope
 from reconstruct.spans import Span
 
 _PATH = "/v1/completions"
@@ -108,6 +111,9 @@ class VllmCompletions(EngineKind):
         outcome.completion_tokens = usage.completion_tokens or 0
         replica.note_ids(outcome.returns_ids, streamed=stream)
         return outcome
+
+    async def score(self, replica: Replica, job: ScoringJob, scope: CancelScope) -> Scored:
+        return await score_by_completions(self._http, replica, job, scope)
 
     async def abort(self, replica: Replica, job: SamplingJob, *, again: bool) -> bool:
         return await self._abort_request(replica, f"cmpl-{job.call_id}-0", again=again)

@@ -15,9 +15,11 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from proxy.dialects.base import FirstToken
 from proxy.engine.apis.base import Emit, EngineKind, SamplingJob
@@ -25,12 +27,14 @@ from proxy.engine.apis.completions import IdChoice, parse_outcome, prove_prompt
 from proxy.engine.apis.evidence import LABEL, SEED
 from proxy.engine.apis.probe import SGLANG_INFO, Probe
 from proxy.engine.apis.reply import EngineReply, PartialReply, Version, choice_at
+from proxy.engine.apis.scores import ScoreArrays, Scored, ScoringJob, check_scores
 from proxy.engine.apis.versions import Versions
 from proxy.engine.replica import Replica
 from proxy.engine.weights.vllm import PROBE_SECONDS, TORN, Claim, Loaded, StepRefused, Transfer, WeightApi
 from proxy.engine.wire.http import EngineAnswer
 from proxy.engine.wire.refusals import refusal
 from proxy.errors import EngineFailed, RequestError, VerbatimError
+from proxy.timeline import CancelScope
 from reconstruct.spans import Span
 
 _PATH = "/generate"
@@ -112,6 +116,24 @@ class Sglang(EngineKind):
         async with self._http.receive(replica, _PATH, body, _Answer, job.scope, stream=stream) as answers:
             await answers.follow(take)
 
+    async def score(self, replica: Replica, job: ScoringJob, scope: CancelScope) -> Scored:
+        """SGLang computes everything behind `logprob_start_len` anew, whatever it has cached."""
+        if job.media:
+            raise RequestError(f"engine {replica.name} takes no images with ids: it cannot score the row")
+        before = await self._http.read_label(replica, _INFO_ROUTES)
+        answer = await self._http.post(replica, _PATH, _score_body(job), _Answer, scope)
+        meta = answer.meta_info
+        arrays = await asyncio.to_thread(_read_scores, job, meta)
+        versions = meta.weight_versions or []
+        if not versions and meta.weight_version is not None and str(meta.weight_version) == before:
+            versions = [Version(before, 0, 1)]
+        finish = None if meta.finish_reason is None else meta.finish_reason.type
+        return check_scores(replica, replace(job, reads_cache=False), arrays, finish, versions, 0)
+
+    async def _detokenize(self, replica: Replica, groups: Sequence[tuple[int, ...]]) -> list[str]:
+        body = {"tokens": [list(group) for group in groups], "skip_special_tokens": False}
+        return (await self._http.ask(replica, "/detokenize", body, _Detokenized)).text
+
     async def abort(self, replica: Replica, job: SamplingJob, *, again: bool) -> bool:
         if job.request.n > 1:
             # SGLang makes up a request id for each choice.
@@ -138,6 +160,8 @@ class _Meta(msgspec.Struct):
     finish_reason: _Finish | None = None
     output_token_logprobs: list[tuple[float | None, int, str | None]] | None = None
     output_top_logprobs: list[list[tuple[float, int, str | None]] | None] | None = None
+    input_token_logprobs: list[tuple[float | None, int, str | None]] | None = None
+    input_top_logprobs: list[list[tuple[float | None, int, str | None]] | None] | None = None
     weight_version: str | int | None = None
     weight_versions: list[Version] | None = None
 
@@ -154,6 +178,10 @@ class _Answer(EngineAnswer):
     def check(self, replica: Replica, path: str, content: bytes) -> None:
         """Raises the refusal that an event reports."""
         raise refusal(replica, path, int((self.error or {}).get("code") or 500), content)
+
+
+class _Detokenized(msgspec.Struct):
+    text: list[str]
 
 
 class _SglangChoice(IdChoice):
@@ -227,6 +255,33 @@ def _body(replica: Replica, job: SamplingJob, stream: bool) -> dict[str, Any]:
         "stream": stream,
         **({"lora_path": job.served.name} if job.served.adapter else {}),
     }
+
+
+def _score_body(job: ScoringJob) -> dict[str, Any]:
+    return {
+        "rid": job.request_id,
+        "input_ids": job.ids.tolist(),
+        # It samples in the same step, by which the answer tells its version.
+        "sampling_params": {"max_new_tokens": 1},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": job.top_k,
+        "stream": False,
+        **({"lora_path": job.served.name} if job.served.adapter else {}),
+    }
+
+
+def _read_scores(job: ScoringJob, meta: _Meta) -> ScoreArrays:
+    """The first id has no logprob. One of another id is none."""
+    entries = meta.input_token_logprobs or []
+    arrays = ScoreArrays.unknown(len(entries), job.top_k)
+    for at, ((logprob, token, _), expected) in enumerate(zip(entries, job.ids.tolist(), strict=False)):
+        arrays.logprobs[at] = np.nan if logprob is None or token != expected else logprob
+    for at, tops in enumerate((meta.input_top_logprobs or [])[: len(entries)] if job.top_k else ()):
+        told = [(logprob, token) for logprob, token, _ in tops or () if logprob is not None][: job.top_k]
+        for place, (logprob, token) in enumerate(told):
+            arrays.top_ids[at, place], arrays.top_logprobs[at, place] = token, logprob
+    return arrays
 
 
 def _sampling_params(job: SamplingJob) -> dict[str, Any]:

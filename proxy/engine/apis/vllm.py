@@ -116,6 +116,9 @@ class VllmTokens(EngineKind):
         return len(request.prompt)
 
     async def spell(self, replica: Replica, groups: Sequence[tuple[int, ...]]) -> list[str]:
+        return await self.spell_itself(replica, groups)
+
+    async def spell_itself(self, replica: Replica, groups: Sequence[tuple[int, ...]]) -> list[str]:
         model = replica.name_served(replica.models[0] if replica.models else "")
         # On its own a word loses its leading blank where the tokenizer marks blanks at the start of words.
         return await _spell(self._http, replica, model, groups, before=[0])

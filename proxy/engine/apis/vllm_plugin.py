@@ -71,7 +71,8 @@ NOTE = "plugin"
 async def find_plugin(http: EngineHttp, probe: Probe, replica: Replica) -> bool:
     """Whether the engine has the plugin, with the protocol that this service speaks, and nothing on the way refuses its requests. Notes one
     that is installed and cannot be used."""
-    protocol = (await probe.read(ROUTE)).get("protocol")
+    about = await probe.read(ROUTE)
+    protocol, replica.vocabulary = about.get("protocol"), str(about.get("vocabulary") or "")
     if protocol == PROTOCOL:
         if refused := await http.try_frames(replica, SAMPLE):
             _note_refused(replica, refused)

@@ -1,8 +1,4 @@
-"""What vLLM says of ids that it did not sample, and how much of it is believed.
-
-An engine may answer 200 with numbers that it never computed: vLLM 0.32 fills the positions of a prefix that it had cached with whatever
-was in memory, ends an aborted request with a list of one entry, and writes -9999.0 for a probability of 0. So nothing is believed by its
-place alone: `Scored` has one number for each id that was sent, of that id, behind what was cached, and NaN elsewhere.
+"""What vLLM says of ids that it did not sample: by the plugin, by generate, or by completions.
 
 Source: vLLM 0.32, v1/worker/gpu_model_runner.py (_get_prompt_logprobs_dict).
 """
@@ -11,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -19,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from proxy.engine.apis.reply import Usage, Version
-from proxy.engine.apis.scores import Scored, ScoringJob
+from proxy.engine.apis.scores import ScoreArrays, Scored, ScoringJob, check_scores
 from proxy.engine.apis.vllm_reply import GENERATE, Placeholders, read_ranges
 from proxy.engine.in_vllm.frames import MEDIA_TYPE, SCORE, ScoreAsk, ScoreFrame, read_ids, read_logprobs, to_bytes, write_ask
 from proxy.engine.replica import Replica
@@ -27,15 +23,9 @@ from proxy.engine.wire.http import EngineAnswer, EngineHttp
 from proxy.errors import EngineFailed, RequestError
 from proxy.images import data_url, media_type
 from proxy.timeline import CancelScope
-from reconstruct.details import NO_TOKEN
 from reconstruct.media import collapse
-from reconstruct.records import Logprobs
-from reconstruct.spans import Span
 
-NO_PROBABILITY = -9999.0
-"""What vLLM writes for a logprob of minus infinity."""
-_ROUNDING = 1e-4
-"""How far above 0 the logprob of a certain token may be."""
+_COMPLETIONS = "/v1/completions"
 
 
 async def score_by_plugin(http: EngineHttp, replica: Replica, job: ScoringJob, scope: CancelScope) -> Scored:
@@ -48,11 +38,11 @@ async def score_by_plugin(http: EngineHttp, replica: Replica, job: ScoringJob, s
     except msgspec.MsgspecError as error:
         raise EngineFailed(f"engine {replica.name} answered {SCORE} with something unexpected: {error}") from error
     shape = (-1, told.width) if told.width else (len(told.logprobs) // 4, 0)
-    arrays = _Arrays(
+    arrays = ScoreArrays(
         read_logprobs(told.logprobs), read_ids(told.top_ids).reshape(shape), read_logprobs(told.top_logprobs).reshape(shape)
     )
     versions = [Version(*span) for span in told.versions or ()]
-    return _check(replica, job, arrays, told.finish_reason, versions, told.cached_tokens)
+    return check_scores(replica, job, arrays, told.finish_reason, versions, told.cached_tokens)
 
 
 async def score_by_generate(http: EngineHttp, replica: Replica, job: ScoringJob, scope: CancelScope) -> Scored:
@@ -67,19 +57,41 @@ async def score_by_generate(http: EngineHttp, replica: Replica, job: ScoringJob,
         "sampling_params": sampling,
         **(_place_images(job) if job.media else {}),
     }
+    return await _ask(http, replica, job, scope, GENERATE, body)
+
+
+async def score_by_completions(http: EngineHttp, replica: Replica, job: ScoringJob, scope: CancelScope) -> Scored:
+    """By vLLM's `/v1/completions`, which spells every id that it tells and reads nothing from its cache."""
+    if job.media:
+        raise RequestError(f"engine {replica.name} takes no images on {_COMPLETIONS}: it cannot score the row")
+    body = {
+        "model": job.served.name,
+        "prompt": job.ids.tolist(),
+        "max_tokens": 1,
+        "prompt_logprobs": job.top_k,
+        "return_token_ids": True,
+    }
+    return await _ask(http, replica, replace(job, reads_cache=False), scope, _COMPLETIONS, body)
+
+
+async def _ask(
+    http: EngineHttp, replica: Replica, job: ScoringJob, scope: CancelScope, path: str, body: Mapping[str, Any]
+) -> Scored:
     before = replica.host.weight_version
-    data = await http.sample_whole(replica, GENERATE, msgspec.json.encode(body), scope, {})
+    data = await http.sample_whole(replica, path, msgspec.json.encode(body), scope, {"x-request-id": job.request_id})
     # A long list takes a second to decode, beside everybody's calls.
-    told, arrays = await asyncio.to_thread(_read_answer, replica, job, data)
+    told, arrays = await asyncio.to_thread(_read_answer, replica, job, path, data)
+    choice = told.choices[0] if told.choices else _Choice()
     if job.media:
         _check_images(replica, job, told)
-    if told.choices and told.choices[0].weight_versions is None and told.choices[0].finish_reason != "abort":
-        # vLLM before 0.32 does not tell.
+    if choice.prompt_token_ids not in (None, job.ids.tolist()):
+        raise EngineFailed(f"engine {replica.name} scored other ids than it was given")
+    if choice.weight_versions is None and choice.finish_reason != "abort":
+        # Of generate since vLLM 0.32 alone they are told.
         version = await http.find_version(replica, before, scope)
-        told.choices[0].weight_versions = [] if version is None else [Version(str(version), 0, 1)]
-    choice = told.choices[0] if told.choices else _Choice()
+        choice.weight_versions = [] if version is None else [Version(str(version), 0, 1)]
     cached = told.usage.prompt_tokens_details.cached_tokens if told.usage and told.usage.prompt_tokens_details else None
-    return _check(replica, job, arrays, choice.finish_reason, choice.weight_versions or [], cached)
+    return check_scores(replica, job, arrays, choice.finish_reason, choice.weight_versions or [], cached)
 
 
 def _place_images(job: ScoringJob) -> dict[str, Any]:
@@ -105,6 +117,8 @@ class _Entry(msgspec.Struct, gc=False):
 class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     weight_versions: list[Version] | None = None
+    prompt_logprobs: list[dict[str, _Entry] | None] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class _Answer(EngineAnswer):
@@ -115,28 +129,18 @@ class _Answer(EngineAnswer):
     mm_placeholders: Placeholders | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Arrays:
-    """As an engine tells them, of whatever length."""
-
-    logprobs: Logprobs
-    top_ids: NDArray[np.int32]
-    top_logprobs: NDArray[np.float32]
-
-
-def _read_answer(replica: Replica, job: ScoringJob, data: bytes) -> tuple[_Answer, _Arrays]:
+def _read_answer(replica: Replica, job: ScoringJob, path: str, data: bytes) -> tuple[_Answer, ScoreArrays]:
     try:
         told = msgspec.json.decode(data, type=_Answer)
     except msgspec.DecodeError as error:
-        raise EngineFailed(f"engine {replica.name} answered {GENERATE} with something unexpected: {error}") from error
+        raise EngineFailed(f"engine {replica.name} answered {path} with something unexpected: {error}") from error
     if told.error:
-        told.check(replica, GENERATE, data)
-    entries = told.prompt_logprobs or []
-    arrays = _Arrays(
-        np.full(len(entries), np.nan, np.float32),
-        np.full((len(entries), job.top_k), NO_TOKEN, np.int32),
-        np.full((len(entries), job.top_k), np.nan, np.float32),
-    )
+        told.check(replica, path, data)
+    return told, _read_entries(job, told.prompt_logprobs or (told.choices[0].prompt_logprobs if told.choices else None) or [])
+
+
+def _read_entries(job: ScoringJob, entries: Sequence[Mapping[str, _Entry] | None]) -> ScoreArrays:
+    arrays = ScoreArrays.unknown(len(entries), job.top_k)
     for at, (token, entry) in enumerate(zip(job.ids.tolist(), entries, strict=False)):
         if entry is None:
             continue
@@ -145,7 +149,7 @@ def _read_answer(replica: Replica, job: ScoringJob, data: bytes) -> tuple[_Answe
             arrays.logprobs[at] = own.logprob
         if job.top_k:
             _read_tops(entry, arrays.top_ids[at], arrays.top_logprobs[at])
-    return told, arrays
+    return arrays
 
 
 def _read_tops(entry: Mapping[str, _Entry], ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> None:
@@ -154,49 +158,3 @@ def _read_tops(entry: Mapping[str, _Entry], ids: NDArray[np.int32], logprobs: ND
     for at, (rank, token, logprob) in enumerate(ranked[: len(ids)]):
         if rank <= len(ids) and 0 <= int(token) < 2**31:
             ids[at], logprobs[at] = int(token), logprob
-
-
-def _check(
-    replica: Replica, job: ScoringJob, told: _Arrays, finish_reason: str | None, versions: Sequence[Version], cached: int | None
-) -> Scored:
-    """Raises EngineFailed for an answer of which nothing is believed."""
-    count = len(job.ids)
-    if finish_reason == "abort":
-        raise EngineFailed(f"engine {replica.name} aborted the request to score {count} ids")
-    if len(told.logprobs) != count or len(told.top_ids) != count or len(told.top_logprobs) != count:
-        raise EngineFailed(f"engine {replica.name} gave {len(told.logprobs)} logprobs for {count} ids")
-    if cached is not None and not 0 <= cached <= count:
-        raise EngineFailed(f"engine {replica.name} says that {cached} of {count} ids were cached")
-    if job.reads_cache and cached is None:
-        raise EngineFailed(f"engine {replica.name} does not say how many of {count} ids were cached")
-    # The first token behind a cached prefix is predicted by its last one, which was not computed either.
-    first = max(1, (cached or 0) + 1)
-    replica.host.tells_cached = cached is not None
-    logprobs, top_ids, top_logprobs = told.logprobs.copy(), told.top_ids.copy(), told.top_logprobs.copy()
-    impossible = np.zeros(count, bool)
-    impossible[first:] = logprobs[first:] <= NO_PROBABILITY
-    known = logprobs[first:][~impossible[first:]]
-    if not np.isfinite(known).all():
-        at = first + int(np.argmin(np.isfinite(logprobs[first:]) | impossible[first:]))
-        raise EngineFailed(
-            f"engine {replica.name} has no logprob of the id {int(job.ids[at])} at position {at}: it scored another"
-        )
-    if len(known) and float(known.max()) > _ROUNDING:
-        raise EngineFailed(f"engine {replica.name} gave the logprob {float(known.max()):g}, which no token has")
-    logprobs[:first], logprobs[impossible] = np.nan, np.nan
-    top_ids[:first], top_logprobs[:first] = NO_TOKEN, np.nan
-    nothing = ~(top_logprobs > NO_PROBABILITY)
-    top_ids[nothing], top_logprobs[nothing] = NO_TOKEN, np.nan
-    if (top_logprobs > _ROUNDING).any():
-        raise EngineFailed(f"engine {replica.name} gave an alternative a logprob above 0, which no token has")
-    return Scored(logprobs, top_ids, top_logprobs, impossible, _read_version(replica, job, versions), cached)
-
-
-def _read_version(replica: Replica, job: ScoringJob, versions: Sequence[Version]) -> int:
-    """The version of all numbers: an engine scores a row again that a push interrupts, and then samples the one token."""
-    found = {replica.host.version_of(None if each.version is None else str(each.version)) for each in versions}
-    (version,) = found if len(found) == 1 else (None,)
-    spans = job.served.read_spans([] if version is None else [Span(version, 0, 1)])
-    if not spans:
-        raise EngineFailed(f"engine {replica.name} does not say under which weights it scored")
-    return spans[0].version

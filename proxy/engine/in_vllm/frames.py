@@ -31,11 +31,13 @@ BUDGET = "max_total"
 
 
 class About(msgspec.Struct):
-    """`engine` is a random name that all API servers of one vLLM have, until it starts again."""
+    """`engine` is a random name that all API servers of one vLLM have, until it starts again. `vocabulary`: a digest of every id with its
+    token, "" if the tokenizer does not list them."""
 
     protocol: int
     vllm: str
     engine: str
+    vocabulary: str = ""
 
 
 class Abort(msgspec.Struct):

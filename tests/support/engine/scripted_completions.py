@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.support.engine.scripted_answers import MODEL, Answer, GenerateStream, GenerateWhole, StreamAnswer, WholeAnswer
 from tests.support.engine.scripted_calls import Refused, SamplingCalls, bad, check_model, need, request_id
-from tests.support.engine.scripted_details import routed_experts
+from tests.support.engine.scripted_details import prompt_logprobs, routed_experts
 from tests.support.engine.scripted_sampling import Generation, Step
 from tests.support.engine.scripted_wire import (
     chat_logprobs,
@@ -47,6 +47,7 @@ class CompletionCalls(SamplingCalls):
         name = f"cmpl-{request_id(exchange, body)}"
         sampling = completion_params(body, self._engine.max_model_len - len(ids))
         generation = self._generation(exchange, body, f"{name}-0", ids, sampling)
+        generation.bend_scores = self._engine.bend_scores
         shape = CompletionStream if generation.stream else CompletionWhole
         await self._sample(exchange, generation, shape(exchange, generation, self._family, self._ids))
 
@@ -192,6 +193,7 @@ class CompletionWhole(WholeAnswer):
         choice = completion_choice(index, text, logprobs, last.finish_reason, last.stop_reason)
         if self._ids and self.generation.body.get("return_token_ids"):
             choice |= {"token_ids": self.generation.sampled[index], "prompt_token_ids": self.generation.prompt_ids}
+            choice["prompt_logprobs"] = prompt_logprobs(self.generation)
         return choice
 
 

@@ -45,9 +45,7 @@ def prompt_logprobs(generation: Generation) -> list[dict[str, Any] | None] | Non
         for at in range(1, min(generation.cached_tokens + 1, len(listed))):
             # What was in memory there.
             listed[at] = {"-1056772646": _entry(902171.0, 1)}
-        if generation.bend_scores is not None:
-            listed = generation.bend_scores(generation, listed)
-    return listed
+    return listed if generation.bend_scores is None else generation.bend_scores(generation, listed)
 
 
 def list_alternatives(token: int, logprob: float, width: int) -> dict[str, Any]:

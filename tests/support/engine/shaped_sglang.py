@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from tests.support.engine.scripted_details import given_logprobs
 from tests.support.engine.scripted_engine import Exchange, ScriptedEngine
 from tests.support.engine.scripted_sampling import POLL_SECONDS, Generation, Say, logprobs_of, script_ids
 from tests.support.engine.scripted_wire import model_list
@@ -62,6 +63,7 @@ class ShapedSglang(ScriptedEngine):
             ("GET", "/v1/models"): self._models,
             ("POST", "/generate"): self._generate,
             ("POST", "/abort_request"): self._abort,
+            ("POST", "/detokenize"): self._detokenize,
             ("GET", "/model_info" if newer else "/get_model_info"): self._info,
             ("POST", "/update_weight_version"): self._set_label,
             ("POST", "/update_weights_from_disk"): self._load,
@@ -177,11 +179,16 @@ class ShapedSglang(ScriptedEngine):
             "finish_reason": finish,
             "prompt_tokens": choice.prompt_tokens or len(body["input_ids"]),
             "weight_version": label,
-            "input_token_logprobs": [],
+            "input_token_logprobs": self._score(body),
             "output_token_logprobs": entries,
             "completion_tokens": len(said),
             "cached_tokens": self.cached_tokens,
         }
+        if body["top_logprobs_num"] and body["logprob_start_len"] == 0:
+            told = [
+                [[entry[0], entry[1], None], [entry[0] - 1, entry[1] + 1, None]] for entry in meta["input_token_logprobs"][1:]
+            ]
+            meta["input_top_logprobs"] = [None, *told]
         if body["top_logprobs_num"]:
             meta["output_top_logprobs"] = [[entry, [entry[0] - 1, 7, None]] for entry in entries]
         if self.newer:
@@ -195,6 +202,18 @@ class ShapedSglang(ScriptedEngine):
         if self.newer and body.get("return_prompt_token_ids"):
             answer["prompt_token_ids"] = body["input_ids"]
         return answer
+
+    def _score(self, body: dict[str, Any]) -> list[list[Any]]:
+        """None of a prompt whose logprobs are not asked for from its first id on."""
+        if body["logprob_start_len"] != 0:
+            return []
+        ids = body["input_ids"]
+        told = [[logprob, token, None] for logprob, token in zip(given_logprobs(ids), ids, strict=True)]
+        return told if self.bend_scores is None else self.bend_scores(self.generations[-1], told)
+
+    async def _detokenize(self, exchange: Exchange, body: Any) -> None:
+        skip = body.get("skip_special_tokens", True)
+        await exchange.answer({"text": [self.family.decode(ids, skip_special=skip) for ids in body["tokens"]]})
 
     async def _abort(self, exchange: Exchange, body: Any) -> None:
         self.aborted.add(body["rid"])
