@@ -303,3 +303,19 @@ def test_images_before_the_hint_are_scored_with_it(redis_server: RedisServer) ->
         assert len(asked.placeholders) == 1
         n = sum(row["loss_mask"])
         assert asked.prompt_ids[-n:] == row["token_ids"][-n:] and len(asked.prompt_ids) > len(row["token_ids"])
+
+
+def test_an_engine_that_renders_messages_itself_gives_no_score_in_hindsight(redis_server: RedisServer) -> None:
+    redis_server.flushall()
+    with (
+        ScriptedEngine() as engine,
+        RunningService(engine.url, redis_server.url, engine_api="chat", scorers=SCORERS) as service,
+    ):
+        session = service.session(scores=["itself"])
+        session.ask("a question")
+        (call,) = session.calls
+        said = {"call_id": call["call_id"], "hint": "say more"}
+        assert service.request("POST", f"/sessions/{session.session_id}/feedback", json=said).status_code == 204
+        session.close(reward=1.0)
+        (row,) = lease(service, session.session_id)
+        assert "the chat API renders no messages for a hint" in row["scores"]["itself"]["error"]

@@ -1,4 +1,7 @@
-"""A service that is killed while sessions close and are scored: another one goes on, and every row is leased once, with its scores."""
+"""A service that is killed while sessions close and are scored: another one goes on, and every row is leased once, with its scores.
+
+Every second session is judged first, and scored with the hints that come of it.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +10,36 @@ import signal
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 
+from tests.proxy.scoring.test_judges import LINE
 from tests.support.engine.scripted_engine import ScriptedEngine
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService
+from tests.support.service.scripted_service import ScriptedService, json_answer
 from tests.support.service.verbatim_process import TRAINER, Serving, wait_until
 
 SESSIONS = 50
-SCORERS = {"teacher": {"policy": "teacher"}}
+SCORERS: dict[str, Any] = {"teacher": {"policy": "teacher"}, "hindsight": {"policy": "teacher", "prompt": "hindsight"}}
 
 
 def test_sessions_that_close_while_a_service_is_killed_are_each_scored_and_leased_once(
-    redis_server: RedisServer, tmp_path: Path
+    redis_server: RedisServer, tmp_path: Path, scripted_server: ScriptedService
 ) -> None:
     redis_server.flushall()
+    scripted_server.script(LINE, json_answer({"score": 0.5, "hint": "look first"}))
+    scorers = SCORERS | {"prm": {"url": f"{scripted_server.url}/turn"}}
     with ScriptedEngine() as student, ScriptedEngine() as teacher:
         engines = [student.url, f"teacher={teacher.url}"]
         flags = [flag for engine in engines for flag in ("--engine", engine)]
         with (
-            Serving(*flags, "--redis", redis_server.url, data_dir=tmp_path, VERBATIM_SCORERS=json.dumps(SCORERS)) as killed,
-            RunningService(engines, redis_server.url, scorers=SCORERS) as other,
+            Serving(*flags, "--redis", redis_server.url, data_dir=tmp_path, VERBATIM_SCORERS=json.dumps(scorers)) as killed,
+            RunningService(engines, redis_server.url, scorers=scorers) as other,
         ):
-            sessions = [killed.session(session_id=f"s{number}", scores=["teacher"]) for number in range(SESSIONS)]
+            asked = (["teacher"], ["hindsight", "prm"])
+            sessions = [killed.session(session_id=f"s{number}", scores=asked[number % 2]) for number in range(SESSIONS)]
             for session in sessions:
                 session.ask("a question")
 
@@ -62,7 +71,9 @@ def test_sessions_that_close_while_a_service_is_killed_are_each_scored_and_lease
                 for group in answer.json()["groups"]:
                     for row in group["trajectories"]:
                         leased[row["session_id"]] += 1
-                        known = [each is not None for each in row["scores"]["teacher"]["logprobs"]]
+                        ((name, score),) = row["scores"].items()
+                        assert name == asked[int(row["session_id"][1:]) % 2][0]
+                        known = [each is not None for each in score["logprobs"]]
                         assert known == [bool(each) for each in row["loss_mask"]]
                 other.request("POST", f"/batches/{answer.json()['lease_id']}/ack", TRAINER)
             assert leased == Counter(session.session_id for session in sessions)
