@@ -150,9 +150,9 @@ class Scoring:
             self._woken.clear()
             try:
                 taken = await self._jobs.take(TAKEN_SECONDS)
-                if taken is None:
-                    self._metrics.show_queue(await self._jobs.count())
-                else:
+                # While there is always another one to take, too: then the queue is long.
+                self._metrics.show_queue(await self._jobs.count())
+                if taken is not None:
                     await self._keep_while(taken)
             except (StoreUnavailable, StoredValueError) as error:
                 log.warning("scoring is postponed: %s", error)

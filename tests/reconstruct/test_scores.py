@@ -243,3 +243,11 @@ def test_arrays_that_do_not_fit_make_no_score() -> None:
         Score("t", "raw", np.zeros(1, np.float32), np.zeros((2, 1), np.int32), np.zeros((2, 1), np.float32))
     with pytest.raises(ValueError, match="the shapes of a score differ"):
         Score("t", "raw", np.zeros(1, np.float32), np.zeros((1, 1), np.int32), np.zeros((1, 2), np.float32))
+
+
+@pytest.mark.parametrize(("top_k", "most"), [(0, 4.2), (8, 68.2)])
+def test_a_stored_token_takes_4_bytes_and_8_for_each_alternative(top_k: int, most: float) -> None:
+    """Of a call of 200 tokens, with all that stands beside them."""
+    best = np.full((200, top_k), -1, np.float32)
+    score = Score("teacher", "raw", np.full(200, -1, np.float32), best.astype(np.int32), best, (Span(3, 0, 200),))
+    assert 4 + 8 * top_k < len(encode_score(score)) / 200 < most
