@@ -160,7 +160,8 @@ class WandbRun:
                 settings=settings,
             )
         except wandb.Error as error:
-            raise CommandError(f"W&B does not take the run: {error}") from error
+            said = str(error).rstrip(".")
+            raise CommandError(f"W&B does not take the run: {said}; WANDB_MODE=offline writes files instead") from error
         kept = self._kept.read_text() if self._run.offline and self._kept.exists() else "0"
         self._next = max(self._run.starting_step, int(kept))
 

@@ -159,3 +159,6 @@ def test_an_export_without_a_place_or_of_no_run_says_so(service: RunningService,
         done = verbatim("runs", "export", *args, **variables(service, tmp_path))
         assert done.returncode in (1, 2) and words in done.stderr
     assert [*tmp_path.iterdir()] == []
+    online = {**variables(service, tmp_path), "WANDB_MODE": "online"}
+    done = verbatim("runs", "export", "default", "--wandb", "agents", **online)
+    assert done.returncode == 1 and "No API key" in done.stderr and "WANDB_MODE=offline writes files" in done.stderr

@@ -227,6 +227,8 @@ function grow(fresh) {
   const turns = document.querySelector("[data-growing]");
   const arrived = fresh.querySelector("[data-growing]");
   if (!turns || !arrived) return;
+  const count = (list) => list.querySelectorAll(":scope > .turn").length;
+  skipTurns(arrived, Math.max(0, count(turns) - count(arrived)));
   let previous = null;
   for (const element of [...arrived.children]) {
     let here = element.id ? document.getElementById(element.id) : turns.querySelector(".more");
@@ -240,6 +242,16 @@ function grow(fresh) {
   }
   if (turns.children.length) document.querySelector("[data-empty]")?.remove();
   watch();
+}
+
+/** Let the link to further turns begin behind `loaded` more: otherwise all of them would be asked for again each time. */
+function skipTurns(arrived, loaded) {
+  const link = loaded && arrived.querySelector(":scope > .more [data-more]");
+  if (!link) return;
+  const url = new URL(link.dataset.more, location.href);
+  url.searchParams.set("start", Number(url.searchParams.get("start")) + loaded);
+  link.dataset.more = url.href;
+  link.nextElementSibling.remove();
 }
 
 /** Show only the turns that have the text. For an exported page, which no service searches. */

@@ -332,8 +332,18 @@ def test_what_would_be_script_stays_text(browser: Browser, service: RunningServi
     assert "owned" not in browser.driver.title
 
 
+SCROLL = "scrollTo(0, document.body.scrollHeight)"
+STARTS = """return performance.getEntriesByType("resource").map((entry) => new URL(entry.name))
+.filter((url) => url.pathname.endsWith("/turns")).map((url) => Number(url.searchParams.get("start")))"""
+"""Of the turns that were asked for, in this order."""
+
+
 @pytest.mark.usefixtures("hurrying")
-def test_lists_keep_themselves_up_to_date(browser: Browser, service: RunningService, engine: ScriptedEngine) -> None:
+def test_lists_keep_themselves_up_to_date(
+    browser: Browser, service: RunningService, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page has one turn here; the others come by scrolling, each of them once."""
+    monkeypatch.setattr("proxy.ui.pages.TURNS_ON_A_PAGE", 1)
     opened(browser, service, "/ui")
     session = service.session(session_id="arrived-later")
     browser.wait(lambda: "arrived-later" in browser.text("[data-live=list]"), "the new session")
@@ -345,9 +355,14 @@ def test_lists_keep_themselves_up_to_date(browser: Browser, service: RunningServ
     browser.one("#call-1 .about > summary").click()
     engine.say(engine.family.speak("Here again."))
     session.ask("another")
-    browser.wait(lambda: "Here again." in browser.text(".turns"), "its second call")
+    browser.wait(lambda: browser.run(SCROLL) or "Here again." in browser.text(".turns"), "its second call")
     assert browser.one("#call-1 .stream").is_displayed()
-    browser.wait(lambda: len(browser.all("[data-tree] a")) == 2, "its tree")
+    engine.say(engine.family.speak("Once more."))
+    session.ask("a third time")
+    browser.wait(lambda: browser.run(SCROLL) or "Once more." in browser.text(".turns"), "its third call")
+    starts = browser.run(STARTS)
+    assert starts == sorted(starts) and starts.count(1) == 1 and starts[-1] > 1
+    browser.wait(lambda: len(browser.all("[data-tree] a")) == 3, "its tree")
     session.close(reward=0.5)
     browser.wait(lambda: browser.text("[data-pause]") == "ended", "the end of following")
     assert browser.text("[data-live=head] .state") == "completed" and not browser.one("[data-pause]").is_enabled()
