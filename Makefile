@@ -31,6 +31,7 @@ SMOLLM2 := .cache/smollm2
 TEMPLATES := .cache/templates
 # llama.cpp's server for the tests, in a wheel that needs nothing else; it serves that small model.
 LLAMA_CPP := .cache/llama-cpp
+TEST_STAMPS := $(addsuffix /installed,$(SMOLLM2) $(TEMPLATES) $(LLAMA_CPP))
 # What the benchmarks compare the service with, in an environment of its own.
 BENCH_PEERS := .cache/bench-peers
 DEMO_ARGS := $(if $(MODEL),--model $(MODEL)) $(ARGS)
@@ -56,6 +57,7 @@ help:
 	@echo "make test-programs   install what tests need besides: sandboxes, containers, a browser (apt-get, as root)"
 	@echo "make test-harnesses  real command-line agents at work through the service; needs Node.js 20 or newer; ARGS=... goes to pytest"
 	@echo "make test-engines VLLM=0.29.0  another version of vLLM: sessions on each of its paths, recomputed; a row per path in docs/engines.md"
+	@echo "make test-all        make test, test-harnesses and test-joins in one run"
 	@echo "make test-joins      Harbor, Inspect, NeMo Gym and verifiers with the service; Harbor needs Python 3.12 (PYTHON_NEW=...), bubblewrap"
 	@echo "make mutants         plants faults in a copy of the code, one at a time: the tests have to notice each; ARGS=--help"
 	@echo "make docs            docs/reference from the code, and the documentation as a site, in build/site; fails where a link leads nowhere"
@@ -82,7 +84,7 @@ $(SMOLLM2)/installed: | $(VENV)/bin/python
 quick: check
 	$(BIN)/python -m pytest tests/reconstruct tests/proxy/dialects --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
-test: $(INSTALLED) $(TEMPLATES)/installed $(LLAMA_CPP)/installed $(SMOLLM2)/installed
+test: $(INSTALLED) $(TEST_STAMPS)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 templates: $(INSTALLED) $(TEMPLATES)/installed
@@ -117,6 +119,16 @@ joins: $(JOIN_STAMPS)
 
 test-joins: $(INSTALLED) $(HARNESSES)/mini-swe-agent/installed $(JOIN_STAMPS)
 	$(BIN)/python -m pytest tests/joins --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+
+# All of these and those of `make test` in one run: none of its processes is idle before the last file.
+.PHONY: test-all collect
+TESTS = $(filter-out tests/engines/ tests/__pycache__/,$(wildcard tests/*/))
+test-all: $(INSTALLED) $(TEST_STAMPS) $(HARNESS_STAMPS) $(JOIN_STAMPS)
+	$(BIN)/python -m pytest $(TESTS) --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+
+# One process compiles the tests and what they import: several that begin together would each compile all of it.
+collect: $(INSTALLED)
+	$(BIN)/python -m pytest $(TESTS) --collect-only --quiet > /dev/null
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
