@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -16,20 +16,17 @@ from examples.demo.environment import FITS
 from examples.tasks_loop.tasks import task
 from rollout.task import read_json
 from tests.support.engine.scripted_engine import Generation, Reply, Say, ScriptedEngine
+from tests.support.engine.scripted_fixtures import fresh_engine
 from tests.support.engine.vllm_server import require_vllm
 from tests.support.machine import require
 from tests.support.runtimes.rollout_nodes import World, serving_world
 from tests.support.service.running_service import TRAINER
 from tests.support.sessions.demo_process import judged
 
+__all__ = ["fresh_engine"]
+
 DOORS = ("red", "green", "blue")
 STEPS, GROUPS, ROLLOUTS = 3, 2, 2
-
-
-@pytest.fixture
-def engine() -> Iterator[ScriptedEngine]:
-    with ScriptedEngine("qwen3") as engine:
-        yield engine
 
 
 @pytest.fixture

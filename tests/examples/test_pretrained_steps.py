@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,9 +21,12 @@ from examples.pretrained.policy import Policy
 from examples.pretrained.steps import OPTIMIZER, Rules, Training
 from examples.tasks_loop.trainer import connected
 from tests.support.engine.scripted_engine import Generation, Reply, Say, ScriptedEngine
+from tests.support.engine.scripted_fixtures import fresh_engine
 from tests.support.machine import require
 from tests.support.runtimes.rollout_nodes import World, serving_world
 from tests.support.service.running_service import ADMIN, TRAINER
+
+__all__ = ["fresh_engine"]
 
 ASKING = """
 import http.client, json, os, sys, urllib.parse
@@ -46,12 +49,6 @@ RULES = Rules(
     AGENT, steps=4, groups=2, rollouts=2, held_out=1, held_out_every=4, seed=0, push=True, shuffled=False, taught=False
 )
 DEATHS = [(1, "before its line"), (2, "before the push"), (3, "before the acknowledgement"), (4, "during a trial")]
-
-
-@pytest.fixture
-def engine() -> Iterator[ScriptedEngine]:
-    with ScriptedEngine("qwen3") as engine:
-        yield engine
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,11 @@ import pytest
 
 from tests.proxy.test_security import BODIES, HARNESS, carriers
 from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine
+from tests.support.engine.scripted_fixtures import fresh_engine
 from tests.support.service import plain_http
 from tests.support.service.verbatim_process import Serving, verbatim, wait_until
+
+__all__ = ["fresh_engine"]
 
 NOWHERE = ("--engine", "http://127.0.0.1:9")
 ADMIN, OLD_ADMIN, TRAINER, FROM_FILE = (f"{name}-0123456789abcdef" for name in ("chief", "former", "coach", "filed"))
@@ -24,12 +26,6 @@ ENGINE_KEY = "engine-key-0123456789abcdef"
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
-
-
-@pytest.fixture
-def engine() -> Iterator[ScriptedEngine]:
-    with ScriptedEngine("qwen3") as engine:
-        yield engine
 
 
 def harness_calls(service: Serving, session: dict[str, Any], key: str | None) -> list[httpx.Response]:

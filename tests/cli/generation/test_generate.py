@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from datasets import load_dataset
 
 from proxy.archive.folder import ArchiveReader, read_table
 from tests.support.engine.scripted_engine import Say, ScriptedEngine
+from tests.support.engine.scripted_fixtures import fresh_engine
 from tests.support.machine import unavailable
 from tests.support.runtimes.rollout_nodes import ASK, serving_world
 from tests.support.runtimes.runtime_places import no_sandbox
@@ -24,15 +25,11 @@ from tests.support.service.forked import ForkedVerbatim
 from tests.support.service.running_service import ADMIN, RunningService
 from tests.support.service.verbatim_process import environment, processes_using, verbatim, wait_until
 
+__all__ = ["fresh_engine"]
+
 SECONDS = 280.0
 RUNTIME = {"kind": "local", "network": "full", "options": {"sandbox": "none"}, "cpus": 0.1, "memory_mb": 256}
 LENGTH = 'printf "%s" "$(wc -w < said.txt)"'
-
-
-@pytest.fixture
-def engine() -> Iterator[ScriptedEngine]:
-    with ScriptedEngine("qwen3") as engine:
-        yield engine
 
 
 def task(task_id: str, command: str = "grep -q 'hello world' said.txt", **fields: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import csv
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,22 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from proxy.store.delivery import CloseRequest
 from proxy.store.service import WeightState
 from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.engine.scripted_fixtures import fresh_engine, fresh_service
 from tests.support.service.redis_server import RedisServer, Store
 from tests.support.service.running_service import TRAINER, RunningService
 from tests.support.service.verbatim_process import wait_until
 
-
-@pytest.fixture(name="engine")
-def scripted_engine() -> Iterator[ScriptedEngine]:
-    with ScriptedEngine("qwen3") as engine:
-        yield engine
-
-
-@pytest.fixture(name="service")
-def running_service(redis_server: RedisServer, engine: ScriptedEngine) -> Iterator[RunningService]:
-    redis_server.flushall()
-    with RunningService(engine.url, redis_server.url, engine_api="token") as service:
-        yield service
+__all__ = ["fresh_engine", "fresh_service"]
 
 
 def run(service: RunningService, **query: Any) -> list[dict[str, Any]]:

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from contract.sessions import DEFAULT_RUN
 from tests.support.engine.scripted_engine import ScriptedEngine
-from tests.support.service.redis_server import RedisServer
+from tests.support.engine.scripted_fixtures import fresh_engine, fresh_service
 from tests.support.service.running_service import TRAINER, RunningService
 
-
-@pytest.fixture(name="engine")
-def scripted_engine() -> Iterator[ScriptedEngine]:
-    with ScriptedEngine("qwen3") as engine:
-        yield engine
-
-
-@pytest.fixture(name="service")
-def running_service(redis_server: RedisServer, engine: ScriptedEngine) -> Iterator[RunningService]:
-    redis_server.flushall()
-    with RunningService(engine.url, redis_server.url, engine_api="token") as service:
-        yield service
+__all__ = ["fresh_engine", "fresh_service"]
 
 
 def play(service: RunningService, run: str, reward: float = 1.0, **fields: Any) -> str:

@@ -22,17 +22,14 @@ from rollout.harnesses.definition import parse
 from rollout.harnesses.prepared import SessionAccess
 from tests.support.distributions import Distributions
 from tests.support.engine.scripted_engine import Fail, ScriptedEngine
+from tests.support.engine.scripted_fixtures import fresh_engine
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import RunningService, Session
 from tests.support.service.toy_dialect import ToyDialect
 
+__all__ = ["fresh_engine"]
+
 TOY = "tests.support.service.toy_dialect:ToyDialect"
-
-
-@pytest.fixture
-def engine() -> Iterator[ScriptedEngine]:
-    with ScriptedEngine("qwen3") as engine:
-        yield engine
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,16 +11,13 @@ from proxy.api import closing
 from proxy.store.service import RedisClock
 from proxy.store.states import SessionInfo
 from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.engine.scripted_fixtures import fresh_engine
 from tests.support.service.redis_server import Store
 from tests.support.service.running_service import TRAINER, RunningService, wait_until
 
+__all__ = ["fresh_engine"]
+
 DAYS = 2 * 86400.0
-
-
-@pytest.fixture
-def engine() -> Iterator[ScriptedEngine]:
-    with ScriptedEngine("qwen3") as engine:
-        yield engine
 
 
 @pytest.mark.case(69)

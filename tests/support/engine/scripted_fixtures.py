@@ -58,3 +58,19 @@ def engines() -> Iterator[list[ScriptedEngine]]:
     """Two, without a service."""
     with ScriptedEngine() as first, ScriptedEngine() as second:
         yield [first, second]
+
+
+# For tests that need a service of their own: a module imports these, and they take the place of the shared ones.
+
+
+@pytest.fixture(name="engine")
+def fresh_engine() -> Iterator[ScriptedEngine]:
+    with ScriptedEngine("qwen3") as engine:
+        yield engine
+
+
+@pytest.fixture(name="service")
+def fresh_service(redis_server: RedisServer, engine: ScriptedEngine) -> Iterator[RunningService]:
+    redis_server.flushall()
+    with RunningService(engine.url, redis_server.url, engine_api="token") as service:
+        yield service
