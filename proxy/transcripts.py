@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from reconstruct.records import Call, Forest
+from reconstruct.forest import Forest
+from reconstruct.records import Call
 
 _decode = msgspec.json.decode
 

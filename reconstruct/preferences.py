@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reconstruct.records import CHOSEN, LOOKAHEAD, NOT_CHOSEN, Call, Forest
+from reconstruct.forest import Forest
+from reconstruct.records import CHOSEN, LOOKAHEAD, NOT_CHOSEN, Call
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from reconstruct.records import Call, Forest
+from reconstruct.forest import Forest
+from reconstruct.records import Call
 from reconstruct.scores import Score, Scores, unscored
 from reconstruct.spans import Span
 from reconstruct.trajectory import Trajectory

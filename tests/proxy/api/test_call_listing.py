@@ -8,7 +8,8 @@ import pytest
 
 from proxy.rows import every_call_as_wire
 from reconstruct.codec import encode
-from reconstruct.records import Call, Forest
+from reconstruct.forest import Forest
+from reconstruct.records import Call
 from tests.support.sessions.calls import call
 
 TURNS = 1000

@@ -83,7 +83,7 @@ async def test_a_waiting_lease_whose_news_were_lost_looks_by_itself(
         await asyncio.sleep(3600)
 
     monkeypatch.setattr("proxy.api.batches.RECHECK_SECONDS", 0.3)
-    monkeypatch.setattr("proxy.store.delivery.Arrivals._read", deaf)
+    monkeypatch.setattr("proxy.store.arrivals.Arrivals._read", deaf)
     waiting = asyncio.create_task(service.lease(wait_seconds=600, consumer="deaf"))
     while await claimed(redis_url) != {"deaf"}:
         await asyncio.sleep(0.01)
