@@ -8,11 +8,33 @@ so that whoever joins each to the one before finds no more branches than there a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from reconstruct.trajectory import Trajectory
+
+
+class TrainedCalls(Protocol):
+    """Of a training row, which calls it has and what of them it trains."""
+
+    @property
+    def loss_mask(self) -> Any: ...
+    @property
+    def call_ids(self) -> Sequence[str]: ...
+
+
+def is_trained_whole(row: TrainedCalls, call: Mapping[str, Any]) -> bool:
+    """Whether the row trains every sampled token of the call, after a prompt that is its ids alone: one without images. `call` as
+    `GET /sessions/{id}/calls` lists it. For formats of ids that have neither a loss mask nor images."""
+    return not call["media"] and count_trained(row, call) == len(call["completion_ids"]) > 0
+
+
+def count_trained(row: TrainedCalls, call: Mapping[str, Any]) -> int:
+    """Tokens of the call that the row trains."""
+    start = len(call["prompt_ids"])
+    mask = row.loss_mask[start : start + len(call["completion_ids"])] if call["call_id"] in row.call_ids else ()
+    return sum(map(int, mask))
 
 
 def trace_entries(calls: Iterable[Mapping[str, Any]], rows: Sequence[Trajectory]) -> Iterator[dict[str, Any]]:
@@ -43,7 +65,8 @@ def _make_entry(call: Mapping[str, Any], row: Trajectory, loss_mask: list[int]) 
         "response": {"choices": [{"message": call["reply"], "finish_reason": call["finish_reason"]}]},
         "prompt_token_ids": call["prompt_ids"],
         "completion_token_ids": call["completion_ids"],
-        "per_token_logps": call["logprobs"],
+        # An engine's rounding may leave one just above 0, which OpenEnv refuses.
+        "per_token_logps": [min(logprob, 0.0) for logprob in call["logprobs"]],
         "loss_mask": loss_mask,
         "reward": row.reward,
         "metadata": {

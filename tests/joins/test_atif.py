@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from cli.main import app
 from tests.joins.conftest import Framework
 from tests.support.engine.scripted_engine import ScriptedEngine
+from tests.support.engine.scripted_images import SEEING, picture, url_of
 from tests.support.service.redis_server import RedisServer
 from tests.support.service.running_service import ADMIN, RunningService
 from tests.support.sessions.random_harness import RandomHarness
@@ -34,14 +35,18 @@ for path in Path(sys.argv[1]).glob("*.json"):
 @pytest.fixture(scope="module")
 def service(redis_server: RedisServer) -> Iterator[RunningService]:
     redis_server.flushall()
-    with ScriptedEngine() as engine, RunningService(engine.url, redis_server.url, strict_models=True) as running:
+    with (
+        ScriptedEngine(SEEING, most_images=1) as engine,
+        RunningService(engine.url, redis_server.url, engine_api="token", strict_models=True) as running,
+    ):
         yield running
 
 
 def test_harbor_reads_every_session_that_is_exported_and_its_rows_are_read_back(
     service: RunningService, client_wheel: Path, tmp_path: Path
 ) -> None:
-    """Of random harnesses: tools, helpers, edits, retries, compaction, replies cut short."""
+    """Of random harnesses: tools, helpers, edits, retries, compaction, replies cut short. And of an agent that saw an image, whose ids
+    would be trained without it."""
     for seed in SEEDS:
         session = service.session(session_id=f"walk-{seed}")
         harness = RandomHarness(session.base_url, session.api_key, seed)
@@ -50,13 +55,21 @@ def test_harbor_reads_every_session_that_is_exported_and_its_rows_are_read_back(
         finally:
             harness.close()
         session.close(reward=0.5)
+    seeing = service.session(session_id="seeing")
+    shown = {"type": "image_url", "image_url": {"url": url_of(picture("red"))}}
+    seeing.ask([{"role": "user", "content": [{"type": "text", "text": "What is it?"}, shown]}])
+    seeing.close(reward=0.5)
     variables = {"VERBATIM_URL": service.url, "VERBATIM_ADMIN_TOKEN": ADMIN}
     words = ["export", "--out", str(tmp_path / "out"), "--atif", str(tmp_path / "atif")]
     assert CliRunner().invoke(app, words, env=variables, catch_exceptions=False).exit_code == 0
 
     harbor = Framework("harbor", tmp_path, client_wheel, service.url)
     read = dict(line.split() for line in harbor.run("python", "-c", VALIDATE, tmp_path / "atif").stdout.splitlines())
-    assert set(read) == {f"walk-{seed}" for seed in SEEDS}
+    assert set(read) == {"seeing", *(f"walk-{seed}" for seed in SEEDS)}
+    unread = json.loads((tmp_path / "atif" / "seeing.json").read_text())
+    assert unread["steps"][0]["message"] == "What is it?[image]"
+    assert unread["steps"][1]["extra"]["images"] == 1 and read_rows(unread) == []
+    assert int(read.pop("seeing")) == len(seeing.trajectories()[0]) == 1
     for session_id, parts in read.items():
         answer = service.request("GET", f"/sessions/{session_id}/trajectories").json()
         assert len(answer["trajectories"]) == int(parts)

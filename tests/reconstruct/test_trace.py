@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from proxy.rows import every_call_as_wire
 from reconstruct.accounting import account, settle
 from reconstruct.builders import Builder, merged, per_call
 from reconstruct.codec import encode
-from reconstruct.trace import trace_entries
+from reconstruct.trace import is_trained_whole, trace_entries
 from tests.reconstruct.test_properties import CONTEXT, FEWER, Drawn, sessions
 from tests.support.sessions.calls import Talk
 
@@ -53,3 +54,33 @@ def test_rows_of_other_calls_are_refused() -> None:
         list(trace_entries([], [row]))
     with pytest.raises(ValueError, match="after other ids"):
         list(trace_entries(wire, [replace(row, token_ids=np.array([4, 2, 3], np.int32))]))
+
+
+def test_a_logprob_that_rounding_left_above_zero_is_zero_in_a_trace() -> None:
+    """OpenEnv refuses it, and with it the whole rollout: TRL's worker would stop."""
+    talk = Talk()
+    talk.say("a", (1,), (2, 3), logprobs=[-0.5, 5e-5])
+    wire = list(every_call_as_wire([encode(call) for call in talk.calls], (), (), ()))
+    (entry,) = trace_entries(wire, merged(settle(talk.calls), CONTEXT))
+    assert entry["per_token_logps"] == [-0.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("change", "whole"),
+    [
+        ({}, True),
+        ({"media": [{"digest": "d", "kind": "image", "start": 0, "end": 1}]}, False),
+        ({"completion_ids": [2, 3, 4]}, False),
+        ({"completion_ids": []}, False),
+        ({"call_id": "another"}, False),
+    ],
+)
+def test_ids_alone_say_a_call_if_all_of_it_is_trained_and_nothing_was_seen(change: dict[str, Any], whole: bool) -> None:
+    """[1] -> 2 3"""
+    talk = Talk()
+    talk.say("a", (1,), (2, 3))
+    (row,) = merged(settle(talk.calls), CONTEXT)
+    (call,) = every_call_as_wire([encode(call) for call in talk.calls], (), (), ())
+    assert is_trained_whole(row, {**call, **change}) is whole
+    unlearned = replace(row, loss_mask=np.array([0, 1, 0], np.int8))
+    assert not is_trained_whole(unlearned, call)

@@ -1,7 +1,8 @@
 """ATIF v1.8, the trajectory format of Harbor and others: sessions as its documents, and its documents as training rows.
 
 ATIF has no loss mask: whoever trains takes each step's `completion_token_ids`. So only a step whose every sampled token is trained has ids,
-and it has them in one place. Each training row is a trajectory; a call that is trained in another row is there as copied context.
+it has them in one place, and none if images are in its prompt. Each training row is a trajectory; a call that is trained in another row is
+there as copied context.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 from reconstruct.messages import reasoning_of
 from reconstruct.records import UNKNOWN_MODE, pack_ids, pack_logprobs
+from reconstruct.trace import TrainedCalls, count_trained, is_trained_whole
 from reconstruct.trajectory import Trajectory, weigh_rows
 from trainer_client.wire import decode_trajectory
 
@@ -25,7 +27,7 @@ UNKNOWN = "unknown"
 Json = dict[str, Any]
 
 
-class Row(Protocol):
+class Row(TrainedCalls, Protocol):
     """A training row, such as `reconstruct.trajectory.Trajectory`."""
 
     @property
@@ -34,10 +36,6 @@ class Row(Protocol):
     def role(self) -> str: ...
     @property
     def agent(self) -> str: ...
-    @property
-    def loss_mask(self) -> Any: ...
-    @property
-    def call_ids(self) -> Sequence[str]: ...
 
 
 def describe_session(
@@ -61,23 +59,18 @@ def _find_owners(rows: Sequence[Row], calls: Mapping[str, Mapping[str, Any]]) ->
     owners: dict[str, CallRow] = {}
     for row in rows:
         for call_id in row.call_ids:
-            trained = _count_trained(row, calls[call_id])
-            if call_id not in owners or trained:
-                owners[call_id] = CallRow(row.trajectory_id, trained == len(calls[call_id]["completion_ids"]) > 0)
+            call = calls[call_id]
+            if call_id not in owners or count_trained(row, call):
+                owners[call_id] = CallRow(row.trajectory_id, is_trained_whole(row, call))
     return owners
 
 
 @dataclass(frozen=True, slots=True)
 class CallRow:
-    """The row that a call belongs to, and whether each of its sampled tokens is trained in it."""
+    """The row that a call belongs to, and whether its ids say all that is trained of it."""
 
     trajectory_id: str
     trained: bool
-
-
-def _count_trained(row: Row, call: Mapping[str, Any]) -> int:
-    start = len(call["prompt_ids"])
-    return sum(map(int, row.loss_mask[start : start + len(call["completion_ids"])]))
 
 
 def _describe_row(
@@ -160,9 +153,8 @@ def _describe_call(call: Mapping[str, Any], *, copied: bool, trained: bool) -> J
             "completion_token_ids": call["completion_ids"],
             "logprobs": call["logprobs"],
         }
-    extra = {name: call[name] for name in ("call_id", "finish_reason", "weight_versions", "logprob_modes")} | {
-        "trained": trained
-    }
+    extra = {name: call[name] for name in ("call_id", "finish_reason", "weight_versions", "logprob_modes")}
+    extra |= {"trained": trained, "images": len(call["media"])}
     step: Json = {"metrics": metrics, "llm_call_count": 1, "extra": extra}
     if call["model"]:
         step["model_name"] = call["model"]

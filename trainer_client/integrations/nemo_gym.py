@@ -1,7 +1,7 @@
 """NeMo Gym (tested with the records of 0.7.0): the calls of a session as its `TokenEntry`.
 
-Gym trains every entry and merges by token prefixes, so a call that is not trained whole has none. A parent is named if it has an entry and
-the prompt begins with all its tokens; other entries are roots.
+Gym trains every entry and merges by token prefixes, so a call that is not trained whole has none; nor has one whose prompt has images. A
+parent is named if it has an entry and the prompt begins with all its tokens; other entries are roots.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from reconstruct.trace import is_trained_whole
 from reconstruct.trajectory import Trajectory
 
 DIGEST_VERSION = 1
@@ -19,13 +20,8 @@ DIGEST_DOMAIN = b"nemo-gym-tokens"
 
 def describe_calls(calls: Sequence[Mapping[str, Any]], rows: Sequence[Trajectory], rollout_id: str) -> list[dict[str, Any]]:
     """Fields of `TokenEntry`, one per call that is trained, in their order. `calls` and `rows`: as `Session` reads them."""
-    trained = {call["call_id"]: call for call in calls if any(_is_trained(row, call) for row in rows)}
+    trained = {call["call_id"]: call for call in calls if any(is_trained_whole(row, call) for row in rows)}
     return [_describe(call, trained.get(call["parent_id"] or ""), rollout_id) for call in trained.values()]
-
-
-def _is_trained(row: Trajectory, call: Mapping[str, Any]) -> bool:
-    start, sampled = len(call["prompt_ids"]), len(call["completion_ids"])
-    return call["call_id"] in row.call_ids and sampled > 0 and bool(row.loss_mask[start : start + sampled].all())
 
 
 def _describe(call: Mapping[str, Any], parent: Mapping[str, Any] | None, rollout_id: str) -> dict[str, Any]:
