@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +21,12 @@ from tests.support.service.running_service import TRAINER, RunningService
 from trainer_client import Sessions
 from trainer_client.integrations.verifiers import close_rollouts
 
+WORK = "echo done"
+UV = """#!/bin/sh
+case "$*" in *--help*) echo --script ;; "python find"*) command -v python ;; esac
+"""
+"""In place of uv: what the script of verifiers' agent asks for is in verifiers' own environment."""
+
 
 @pytest.fixture(scope="module")
 def service(redis_server: RedisServer) -> Iterator[RunningService]:
@@ -27,6 +34,8 @@ def service(redis_server: RedisServer) -> Iterator[RunningService]:
     with ScriptedEngine("qwen3") as engine, RunningService(engine.url, redis_server.url) as running:
 
         def reply(generation: Generation, index: int) -> Say:
+            if "bash tool" in generation.prompt and WORK not in generation.prompt:
+                return Say(engine.family.speak("", calls=[("bash", {"command": WORK})]))
             return Say(engine.family.speak("hello" if "hello" in generation.prompt else "goodbye"))
 
         engine.script = reply
@@ -49,18 +58,25 @@ class Rollouts:
 @pytest.fixture(scope="module")
 def rollouts(service: RunningService, client_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Rollouts:
     verifiers = Framework("verifiers", tmp_path_factory.mktemp("verifiers"), client_wheel, service.url)
-    done = verifiers.run("python", "-m", "verifiers_tasks")
+    (programs := verifiers.folder / "bin").mkdir()
+    (programs / "uv").write_text(UV)
+    (programs / "uv").chmod(0o755)
+    done = verifiers.run("python", "-m", "verifiers_tasks", PATH=f"{programs}:{os.environ['PATH']}")
     return Rollouts(service, json.loads(done.stdout.splitlines()[-1]))
 
 
 def test_each_rollout_is_a_session_with_its_traces_reward_and_a_trainer_gets_the_group(rollouts: Rollouts) -> None:
-    assert rollouts.outcomes("Word") == [("completed", 1.0, 2)] * 2
+    assert rollouts.outcomes("Word") == rollouts.outcomes("Bash") == [("completed", 1.0, 2)] * 2
     leased = rollouts.service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 9}).json()
     groups = {group["group_id"]: group["trajectories"] for group in leased["groups"]}
-    assert {name: len(rows) for name, rows in groups.items()} == {"Word": 2, "BreaksDownOnce": 2, "RunsOutOfTime": 2}
-    for session in rollouts.of("Word"):
+    assert {name: len(rows) for name, rows in groups.items()} == dict.fromkeys(
+        ("Word", "Bash", "BreaksDownOnce", "RunsOutOfTime"), 2
+    )
+    for session in (*rollouts.of("Word"), *rollouts.of("Bash")):
         accounting = rollouts.service.request("GET", f"/sessions/{session['session_id']}/trajectories").json()["accounting"]
-        trained = sum(sum(row["loss_mask"]) for row in groups["Word"] if row["session_id"] == session["session_id"])
+        trained = sum(
+            sum(row["loss_mask"]) for row in groups[session["group_id"]] if row["session_id"] == session["session_id"]
+        )
         assert accounting["sampled_tokens"] == trained > 0
 
 

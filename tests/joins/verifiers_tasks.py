@@ -12,6 +12,7 @@ from typing import Any
 import verifiers.v1 as vf
 from verifiers.v1.configs.harness import HarnessConfig
 from verifiers.v1.harness import Harness
+from verifiers.v1.harnesses.bash import BashHarnessConfig
 
 from trainer_client import AsyncSessions
 from trainer_client.integrations.verifiers import run
@@ -19,8 +20,9 @@ from trainer_client.integrations.verifiers import run
 __all__ = ["TwoTurns", "Words"]
 
 AGENT = """
-import json, sys, urllib.request
+import json, os, sys, urllib.request
 
+assert not [name for name, value in os.environ.items() if value.startswith("vb-")], "another rollout's key"
 base, key, model, prompt = sys.argv[1:]
 messages = [{"role": "user", "content": prompt}]
 headers = {"content-type": "application/json", "authorization": "Bearer " + key}
@@ -53,6 +55,10 @@ class Word(vf.Task[vf.TaskData, vf.State]):
     @vf.reward
     async def said(self, trace: vf.Trace) -> float:
         return float("hello" in str(trace.nodes[-1].message.content))
+
+
+class Bash(Word):
+    """Of verifiers' own agent."""
 
 
 class NotANumber(vf.Task[vf.TaskData, vf.State]):
@@ -95,11 +101,10 @@ async def main() -> None:
     )
     said = []
     async with AsyncSessions(os.environ["VERBATIM_URL"], os.environ["VERBATIM_ADMIN_TOKEN"]) as sessions:
-        for kind in (Word, Unscored, NotANumber, BreaksDownOnce, RunsOutOfTime):
+        for kind in (Word, Bash, Unscored, NotANumber, BreaksDownOnce, RunsOutOfTime):
             task = kind(vf.TaskData(prompt="Say hello twice."))
-            rollouts = (
-                run(config, task, sessions, task_id=kind.__name__, group_id=kind.__name__, group_size=2) for _ in range(2)
-            )
+            own = config.model_copy(update={"harness": BashHarnessConfig()}) if kind is Bash else config
+            rollouts = (run(own, task, sessions, task_id=kind.__name__, group_id=kind.__name__, group_size=2) for _ in range(2))
             for trace in await asyncio.gather(*rollouts):
                 said.append({"task": kind.__name__, "ok": trace.ok, "reward": repr(trace.reward), "turns": trace.num_turns})
     sys.stdout.write(json.dumps(said))

@@ -53,8 +53,8 @@ async def _attempt(config: AgentConfig, task: Task, sessions: AsyncSessions, fie
     from verifiers.v1 import Agent, EvalClientConfig
 
     async with await sessions.open(**fields) as session:
-        # verifiers takes a key by the name of its variable alone.
-        variable = f"VERBATIM_SESSION_KEY_{session.session_id}"
+        # verifiers takes a key by the name of its variable alone, and keeps those called so from agents: a sibling's must not get there.
+        variable = f"VERBATIM_API_KEY_{session.session_id}"
         os.environ[variable] = session.api_key
         try:
             client = EvalClientConfig(base_url=session.base_urls["openai"], api_key_var=variable)
