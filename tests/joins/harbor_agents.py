@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import httpx
 from harbor.agents.installed.mini_swe_agent import MiniSweAgent
 
 
@@ -37,6 +38,18 @@ class RunsOutOfTime(Installed):
     async def run(self, instruction: str, environment: Any, context: Any) -> None:
         await super().run(instruction, environment, context)
         raise TimeoutError
+
+
+class LosesItsSession(Installed):
+    """After its work: its session is deleted."""
+
+    async def run(self, instruction: str, environment: Any, context: Any) -> None:
+        await super().run(instruction, environment, context)
+        session = (self._base_url or "").rsplit("/", 2)[1]
+        headers = {"Authorization": f"Bearer {os.environ['VERBATIM_ADMIN_TOKEN']}"}
+        async with httpx.AsyncClient(headers=headers) as client:
+            answer = await client.delete(f"{os.environ['VERBATIM_URL']}/sessions/{session}")
+        assert answer.status_code == 204, answer.text
 
 
 class CallsNothing(Installed):

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ from tests.harnesses.installed import folder_of
 from tests.joins.conftest import Framework
 from tests.support.engine.scripted_engine import Generation, Say, ScriptedEngine
 from tests.support.service.redis_server import RedisServer
-from tests.support.service.running_service import TRAINER, RunningService
+from tests.support.service.running_service import TRAINER, RunningService, wait_until
+from trainer_client.integrations.atif import read_rows
 
 LOCAL = "trainer_client.integrations.harbor_local:LocalEnvironment"
 TASK_TOML = """version = "1.0"
@@ -31,6 +33,7 @@ cpus = 1
 memory_mb = 1024
 storage_mb = 1024
 """
+AGENTS = ("Installed", "BreaksDownOnce", "RunsOutOfTime", "LosesItsSession", "CallsNothing")
 WORK = "echo hello > /app/out.txt"
 ASK = """
 import asyncio, json, sys
@@ -148,10 +151,10 @@ def play(engine: ScriptedEngine) -> None:
 
 
 @contextmanager
-def serving(redis_server: RedisServer, client: Path, folder: Path) -> Iterator[tuple[RunningService, Harbor]]:
+def serving(redis_server: RedisServer, client: Path, folder: Path, **settings: Any) -> Iterator[tuple[RunningService, Harbor]]:
     with (
         ScriptedEngine("qwen3", max_model_len=32_768) as engine,
-        RunningService(engine.url, redis_server.url) as service,
+        RunningService(engine.url, redis_server.url, **settings) as service,
         harbor_at(folder, client, service.url) as harbor,
     ):
         play(engine)
@@ -162,7 +165,7 @@ def serving(redis_server: RedisServer, client: Path, folder: Path) -> Iterator[t
 def job(redis_server: RedisServer, client_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """One job with every agent: two attempts each, at one task."""
     with serving(redis_server, client_wheel, tmp_path_factory.mktemp("harbor")) as (service, harbor):
-        yield Job(harbor, service, harbor.job("all", "Installed", "BreaksDownOnce", "RunsOutOfTime", "CallsNothing"))
+        yield Job(harbor, service, harbor.job("all", *AGENTS))
 
 
 def test_the_plug_in_is_found_by_its_name_and_brings_no_service(job: Job) -> None:
@@ -192,7 +195,12 @@ def test_attempts_are_a_group_with_the_verifiers_reward_and_their_rows_are_the_t
         assert accounting["sampled_tokens"] == accounting["exported_tokens"] == len(sampled)
         # What Harbor makes of the agent's own files is there as ever.
         assert result["agent_result"]["n_output_tokens"] == len(sampled)
-        assert (job.harbor.jobs / "all" / result["trial_name"] / "agent/trajectory.json").exists()
+        logs = job.harbor.jobs / "all" / result["trial_name"] / "agent"
+        assert (logs / "trajectory.json").exists()
+        document = json.loads((logs / "verbatim.trajectory.json").read_text())
+        (read,) = read_rows(document)
+        assert read.token_ids.tolist() == row["token_ids"][: len(read.token_ids)]
+        assert (int(read.loss_mask.sum()), read.reward) == (len(sampled), 1.0)
 
 
 def test_a_retry_replaces_the_attempt_that_broke_down(job: Job) -> None:
@@ -206,6 +214,13 @@ def test_a_retry_replaces_the_attempt_that_broke_down(job: Job) -> None:
 def test_what_an_agent_did_before_its_time_was_up_is_graded_and_trained(job: Job) -> None:
     assert [(each["status"], each["reward"]) for each in job.sessions("RunsOutOfTime")] == [("timeout", 1.0)] * 2
     assert all(result["agent_result"]["rollout_details"] for result in job.of("RunsOutOfTime"))
+
+
+def test_a_session_that_is_gone_is_no_end_of_the_job(job: Job) -> None:
+    """What a hook raises would end it."""
+    results = job.of("LosesItsSession")
+    assert [result["verifier_result"]["rewards"] for result in results] == [{"reward": 1.0}] * 2
+    assert job.sessions("LosesItsSession") == []
 
 
 def test_an_agent_that_never_called_the_model_has_failed_whatever_its_reward(job: Job) -> None:
@@ -282,6 +297,34 @@ def test_untouched_trials_are_recorded_with_a_projects_key_and_harbors_own_clien
         (call,) = session.calls
         recorded = {name: call[name] for name in ("prompt_ids", "completion_ids", "logprobs")}
         assert json.loads(asked.stdout.splitlines()[-1]) == recorded
+
+
+def is_held_back(service: RunningService) -> bool:
+    return "verbatim_backpressure_total 0.0" not in service.request("GET", "/metrics").text
+
+
+def test_a_trial_waits_while_the_service_holds_its_group_back(
+    redis_server: RedisServer, client_wheel: Path, tmp_path: Path
+) -> None:
+    """Before its agent, so that nothing of the agent's time has passed."""
+    redis_server.flushall()
+    held = {"undelivered_groups": 1, "hold_seconds": 0.0}
+    with serving(redis_server, client_wheel, tmp_path, admission=held) as (service, harbor), ThreadPoolExecutor(1) as pool:
+        leased: list[str] = []
+
+        def lease() -> bool:
+            answer = service.request("POST", "/batches/lease", TRAINER, json={})
+            groups = answer.json()["groups"] if answer.content else []
+            leased.extend(row["session_id"] for group in groups for row in group["trajectories"])
+            return bool(leased) or running.done()
+
+        running = pool.submit(harbor.job, "held", "Installed", "RunsOutOfTime", attempts=1, retries=0)
+        wait_until(lambda: is_held_back(service) or running.done(), 300, "a trial is held back")
+        wait_until(lease, 300, "the other trial's group is there")
+        results = running.result()
+        lease()
+    assert len(set(leased)) == len(results) == 2
+    assert [result["verifier_result"]["rewards"] for result in results] == [{"reward": 1.0}] * 2
 
 
 def test_without_a_session_no_agent_runs(client_wheel: Path, tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
     harbor run --plugin verbatim -p tasks -a mini-swe-agent -m openai/policy -k 8 --skip-credential-checks
 
 The attempts at one task with one agent are a group; the verifier's reward closes the session, and the trial's `rollout_details` get the
-exact ids and logprobs. An agent is given base URL and key as Harbor gives it any other endpoint: every agent works that can be told one,
-in every sandbox. A trial without a session ends before its agent runs, which would take the operator's own key to its vendor.
+exact ids and logprobs, as has `agent/verbatim.trajectory.json` in ATIF. An agent is given base URL and key as Harbor gives it any other
+endpoint: every agent works that can be told one, in every sandbox. A trial without a session ends before its agent runs, which would take
+the operator's own key to its vendor.
 
 Agents are wrapped where Harbor makes them and not in the job's configuration: that is compared when a job is resumed.
 """
@@ -13,10 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 import os
 import re
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 from harbor.agents.factory import AgentFactory
@@ -24,7 +27,9 @@ from harbor.models.job.plugin import BaseJobPlugin
 from harbor.trial.hooks import TrialEvent, TrialHookEvent
 
 from contract.errors import ClientError
+from reconstruct.trace import is_trained_whole
 from reconstruct.trajectory import Trajectory
+from trainer_client.integrations.atif import describe_session
 from trainer_client.sessions import Session, Sessions
 
 log = logging.getLogger(__name__)
@@ -34,6 +39,8 @@ KEY_VARIABLE = "VERBATIM_SESSION_KEY"
 TOKENS = ("VERBATIM_PROJECT_TOKEN", "VERBATIM_ADMIN_TOKEN")
 ENDPOINTS = {"anthropic": "anthropic", "gemini": "gemini", "google": "gemini"}
 """By provider, the first part of a model's name; others speak one of OpenAI's dialects."""
+TRAJECTORY = "verbatim.trajectory.json"
+"""Of a trial, in its `agent` folder: its session in ATIF."""
 AGENT_TIMED_OUT = "AgentTimeoutError"
 CANCELLED = "CancelledError"
 
@@ -77,8 +84,8 @@ class VerbatimPlugin(BaseJobPlugin):
 
     async def on_job_end(self, job_result: Any) -> None:
         AgentFactory.create_agent_from_config = self._make_agent
-        for session in self._open.values():
-            await asyncio.to_thread(session.close, "cancelled")
+        for trial, session in self._open.items():
+            await self._close(trial, session, "cancelled", None, None)
         self._sessions.close()
 
     def _make_wrapped(self, *args: Any, **kwargs: Any) -> Any:
@@ -140,17 +147,32 @@ class VerbatimPlugin(BaseJobPlugin):
         }
 
     async def _close_session(self, event: TrialHookEvent) -> None:
-        """An error raised here would end the whole job."""
-        self._agents = [agent for agent in self._agents if agent.context_id != event.trial_id]
+        mine = [agent for agent in self._agents if agent.context_id == event.trial_id]
+        self._agents = [agent for agent in self._agents if agent not in mine]
         session = self._open.pop(str(event.trial_id), None)
         self._reported.pop(str(event.trial_id), None)
         if session is None:
             return
         status, reward, error = self._judge(event.result)
+        await self._close(event.trial_name, session, status, reward, error)
+        state = {**self._describe(event), "status": session.status, "reward": reward}
+        await asyncio.to_thread(self._write_trajectory, mine[0].logs_dir / TRAJECTORY, state, session)
+
+    async def _close(self, trial: str, session: Session, status: str, reward: float | None, error: str | None) -> None:
+        """An error raised here would end the whole job."""
         try:
             await asyncio.to_thread(lambda: session.close(status, reward=reward, error=error))
         except ClientError as failure:
-            log.error("%s: session %s could not be closed: %s", event.trial_name, session.session_id, failure)
+            log.error("%s: session %s could not be closed: %s", trial, session.session_id, failure)
+
+    def _write_trajectory(self, path: Path, state: dict[str, Any], session: Session) -> None:
+        """Beside what Harbor makes of the agent's own log, whose steps are not all calls. An error here, too, would end the job."""
+        try:
+            if document := describe_session(state, session.calls(), session.rows()):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(document, ensure_ascii=False), encoding="utf-8")
+        except (ClientError, OSError) as failure:
+            log.warning("session %s: its trial has no %s: %s", session.session_id, path.name, failure)
 
     def _judge(self, result: Any) -> tuple[str, float | None, str | None]:
         """How the session ends. What an agent did before its time was up is graded, and trained, as everything else. Of several steps the
@@ -188,12 +210,12 @@ class VerbatimPlugin(BaseJobPlugin):
 def describe_rollout(
     calls: Sequence[dict[str, Any]], rows: Sequence[Trajectory], leave_out: Collection[str] = ()
 ) -> list[dict[str, Any]]:
-    """Harbor's `rollout_details`: one entry per row, the main agent's first, with lists over the calls that are trained in it. So each
-    sampled token is in one place, and all of a row's are the tokens with `loss_mask` 1."""
+    """Harbor's `rollout_details`: one entry per row, the main agent's first, with lists over the calls that are trained whole in it. So
+    each sampled token is in one place. They have no mask and no images: calls that need one are left out."""
     by_id = {call["call_id"]: call for call in calls if call["call_id"] not in leave_out}
     details = []
     for row in sorted(rows, key=lambda row: row.role != "main"):
-        turns = [by_id[call_id] for call_id in row.call_ids if call_id in by_id and _is_trained(row, by_id[call_id])]
+        turns = [by_id[call_id] for call_id in row.call_ids if call_id in by_id and is_trained_whole(row, by_id[call_id])]
         if not turns:
             continue
         details.append(
@@ -209,8 +231,3 @@ def describe_rollout(
             }
         )
     return details
-
-
-def _is_trained(row: Trajectory, call: dict[str, Any]) -> bool:
-    start = len(call["prompt_ids"])
-    return bool(row.loss_mask[start : start + len(call["completion_ids"])].any())
