@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(model: Path, redis_server: RedisServer) -> Iterator[RunningService]:
-    with service_of(model, redis_server.url) as running:
+    with service_of(model, redis_server.url, admission={"undelivered_groups": 1, "hold_seconds": 0.0}) as running:
         yield running
 
 
@@ -51,15 +52,20 @@ def count_quarantined(sums: dict[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Looped:
-    """What TRL's loop made of each rollout, and the sessions: one more, which was closed before it was judged."""
+    """What TRL's loop made of each rollout, and the sessions: two more, of which one was closed before it was judged and one has images.
+    `leased`: the tokens of the group that was leased while the next one waited; `ran`: the tasks whose agents ran."""
 
     told: list[dict[str, Any]]
     sessions: list[tuple[dict[str, Any], dict[str, Any]]]
+    leased: int
+    refused: str
+    ran: list[str]
 
 
 @pytest.fixture(scope="module")
 def looped(trl: Framework, service: RunningService) -> Looped:
-    return Looped(json.loads(trl.run("python", PROGRAM).stdout.splitlines()[-1]), list_ended(service))
+    said = json.loads(trl.run("python", PROGRAM).stdout.splitlines()[-1])
+    return Looped(sessions=list_ended(service), **said)
 
 
 def test_trls_loop_trains_exactly_what_leases_would(service: RunningService, looped: Looped) -> None:
@@ -69,17 +75,55 @@ def test_trls_loop_trains_exactly_what_leases_would(service: RunningService, loo
     assert [each["trained"] for each in told] == [sums["exported_tokens"] for _, sums in found]
     for _, sums in found:
         assert sums["sampled_tokens"] == sums["exported_tokens"] + count_quarantined(sums) > 0
+    assert looped.leased == sum(each["trained"] for each in told)
+
+
+def test_a_rollout_waits_while_the_service_holds_its_group_back(service: RunningService, looped: Looped) -> None:
+    told = looped.told[2:4]
+    assert [each["turns"] for each in told] == [1, 1]
     (group,) = service.request("POST", "/batches/lease", TRAINER, json={}).json()["groups"]
     assert sum(sum(row["loss_mask"]) for row in group["trajectories"]) == sum(each["trained"] for each in told)
 
 
 def test_a_rollout_ends_as_its_agent_and_its_judge_do(looped: Looped) -> None:
     """What nothing scored has no reward, which is not 0. Nothing stops TRL's worker, and TRL alone trains these."""
-    told, states = looped.told[2:], [session for session, _ in looped.sessions[2:]]
-    ends = {"hello": "completed", "silent": "failed", "late": "timeout", "broken": "failed", "unscored": "failed"}
-    assert [session["status"] for session in states] == [*ends.values(), "failed", "cancelled"]
-    assert [each["reward"] for each in told] == [session["reward"] for session in states[:-1]]
-    assert [each["reward"] is not None for each in told] == [True, False, True, False, False, False]
-    for at, problem in ((1, "no_calls"), (3, "broke down"), (4, "no reward"), (5, "no verdict")):
+    told, states = looped.told[4:-1], [session for session, _ in looped.sessions[4:]]
+    ends = {"silent": "failed", "late": "timeout", "broken": "failed", "unscored": "failed", "illjudged": "failed"}
+    assert [each["task"] for each in told] == [*ends]
+    assert [session["status"] for session in states] == [*ends.values(), "cancelled", "completed"]
+    assert [each["reward"] for each in told] == [session["reward"] for session in states[:5]]
+    assert [each["reward"] is not None for each in told] == [False, True, False, False, False]
+    for at, problem in ((0, "no_calls"), (2, "broke down"), (3, "no reward"), (4, "no verdict")):
         assert problem in states[at]["error"]
     assert not any(session["trained"] for session in states)
+
+
+def test_a_rollout_with_images_stops_the_worker(looped: Looped) -> None:
+    """Its ids alone would be trained without what the model saw."""
+    assert "has images" in looped.refused
+
+
+def test_without_a_session_no_agent_runs(looped: Looped) -> None:
+    assert looped.told[-1] == {"task": "uncalled", "reward": None, "trained": 0, "turns": None}
+    assert "uncalled" not in looped.ran and "seeing" in looped.ran
+
+
+def test_trls_own_trainer_trains_every_sampled_token_and_publishes_after_each_step(
+    redis_server: RedisServer, client_wheel: Path, model: Path, tmp_path: Path
+) -> None:
+    """On a CPU: its worker, its process for rollouts, its loader, its loss and its weight sync. Each step trains one group."""
+    redis_server.flushall()
+    with service_of(model, redis_server.url) as service:
+        trl = Framework("trainers", tmp_path, client_wheel, service.url)
+        done = trl.run("python", ROOT / "tests/joins/trl_training.py", model, tmp_path, PYTHONPATH=f"{client_wheel}:{ROOT}")
+        exported: dict[str, int] = defaultdict(int)
+        for session, sums in list_ended(service):
+            assert sums["sampled_tokens"] == sums["exported_tokens"] + count_quarantined(sums)
+            exported[session["group_id"]] += sums["exported_tokens"]
+        steps, left = json.loads(done.stdout.splitlines()[-1]), list(exported.values())
+        assert [each["batch/samples_per_step"] for each in steps] == [8, 8]
+        for each in steps:
+            left.remove(each["batch/trained_tokens_per_step"])
+        assert service.request("GET", "/weights").json()["current"]["version"] == len(steps)
+        listed = service.request("GET", "/sessions?limit=1000").json()["sessions"]
+        assert [each for each in listed if each["status"] in ("open", "closing")] == []

@@ -7,14 +7,19 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpx
 from accelerate.state import PartialState
 from openenv.core.harness import TrainableSession
 
+from trainer_client import TrainerClient
 from trainer_client.integrations.openenv import VerbatimSessionFactory
 
+URL, TOKEN = os.environ["VERBATIM_URL"], os.environ["VERBATIM_ADMIN_TOKEN"]
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 # The engines are the service's: TRL would import vLLM, in each of its processes, and ask it nothing.
 sys.modules["vllm"] = None  # type: ignore[assignment]
@@ -31,8 +36,13 @@ def chat(session: Any, messages: list[Any]) -> Any:
     return post(session, "chat/completions", messages=messages).json()["choices"][0]["message"]
 
 
+RAN: list[str] = []
+"""The tasks whose agents ran."""
+
+
 def run_agent(task: Any, session: Any) -> int:
     task = task[-1]["content"] if isinstance(task, list) else task
+    RAN.append(task)
     if task == "silent":
         return 0
     first = [{"role": "user", "content": task}]
@@ -42,6 +52,9 @@ def run_agent(task: Any, session: Any) -> int:
         chat(session, [*first, reply, {"role": "user", "content": "Again."}])
         chat(session, [*first, {"role": "assistant", "content": "edited"}, {"role": "user", "content": "Go on."}])
         assert "response.completed" in post(session, "responses", input="Say it.", stream=True).text
+    if task == "seeing":
+        shown = {"kind": "image", "start": 0, "end": 1}
+        session.calls = lambda: [{**call, "media": [shown]} for call in type(session).calls(session)]
     if task == "late":
         raise subprocess.TimeoutExpired("agent", 1)
     if task == "broken":
@@ -60,25 +73,49 @@ def judge(task: Any, session: Any) -> float | None:
 def loop() -> None:
     """TRL reads its policy's sampling in the loop's constructor, which wants a model: the rest of it is what runs here."""
     from openenv.core.harness.capture.upstream import training_sampling
-    from trl.experimental.async_grpo.openenv_harness import _HarnessRolloutLoop
+    from trl.experimental.async_grpo.openenv_harness import CaptureContractError, _HarnessRolloutLoop
 
     PartialState()
     sampling = training_sampling({"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0})
     running = _HarnessRolloutLoop.__new__(_HarnessRolloutLoop)
     running._adapter, running._rollout_reward_fn, running._fork_threshold_tokens = None, None, 0
     running._live_sessions, running._stop_event = set(), threading.Event()
-    told = []
-    for size, tasks in ((2, ("chains", "chains")), (None, ("hello", "silent", "late", "broken", "unscored", "illjudged"))):
-        running._factory = VerbatimSessionFactory(run=run_agent, judge=judge, group_size=size, sampling=sampling)
-        for task in tasks:
-            (_, completion_ids, sequences, *_, reward), metrics = running._run_session(task, group_id=7)
-            trained = sum(sum(each.completion_mask) for each in sequences)
-            assert not metrics or trained == len(completion_ids)
-            told.append({"task": task, "reward": reward, "trained": trained, "turns": metrics and metrics["turns"]})
+    make = partial(VerbatimSessionFactory, run=run_agent, judge=judge, sampling=sampling)
+
+    def run(task: str, group_id: int) -> dict[str, Any]:
+        (_, completion_ids, sequences, *_, reward), metrics = running._run_session(task, group_id=group_id)
+        trained = sum(sum(each.completion_mask) for each in sequences)
+        assert not metrics or trained == len(completion_ids)
+        return {"task": task, "reward": reward, "trained": trained, "turns": metrics and metrics["turns"]}
+
+    running._factory = make(group_size=2)
+    told = [run("chains", 7), run("chains", 7)]
+    with ThreadPoolExecutor(1) as pool:
+        leased = pool.submit(lease_when_held_back)
+        told += [run("hello", 8), run("hello", 8)]
+    running._factory = make()
+    told += [run(task, 7) for task in ("silent", "late", "broken", "unscored", "illjudged")]
     early = running._factory.create("chains")
     assert isinstance(early, TrainableSession)
     early.close()
-    sys.stdout.write(json.dumps(told) + "\n")
+    try:
+        run("seeing", 7)
+    except CaptureContractError as error:
+        refused = str(error)
+    running._factory = make(token="of-another-service")
+    told.append(run("uncalled", 7))
+    sys.stdout.write(json.dumps({"told": told, "leased": leased.result(), "refused": refused, "ran": RAN}) + "\n")
+
+
+def lease_when_held_back() -> int:
+    """The tokens that the next group trains, which is leased once another one is refused."""
+    with TrainerClient(URL, TOKEN) as trainer:
+        while "verbatim_backpressure_total 0.0" in httpx.get(f"{URL}/metrics", timeout=60).text:
+            time.sleep(0.05)
+        batch = trainer.lease()
+        assert batch is not None
+        with batch:
+            return sum(int(row.loss_mask.sum()) for row in batch.rows)
 
 
 if __name__ == "__main__":

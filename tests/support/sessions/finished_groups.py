@@ -14,10 +14,10 @@ from tests.support.service.running_service import RunningService
 
 
 @contextmanager
-def service_of(model: Path, redis_url: str) -> Iterator[RunningService]:
+def service_of(model: Path, redis_url: str, **settings: Any) -> Iterator[RunningService]:
     """A service whose engine speaks with the tokenizer of the model in the folder `model`, and samples at random."""
     family = replace(FAMILIES["qwen3"], folder=model)
-    with ScriptedEngine(family) as engine, RunningService(engine.url, redis_url) as service:
+    with ScriptedEngine(family) as engine, RunningService(engine.url, redis_url, **settings) as service:
         yield service
 
 

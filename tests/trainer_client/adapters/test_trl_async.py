@@ -1,7 +1,4 @@
-"""The real AsyncGRPOTrainer of TRL on leased rows of a real service: what is trained, acknowledged and published.
-
-On a CPU two things of it stand in for what only a GPU has: its attention kernel (FlashAttention 3), here plain torch, and the peak FLOPs of
-the device, of which there are none."""
+"""The real AsyncGRPOTrainer of TRL on leased rows of a real service: what is trained, acknowledged and published."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +20,7 @@ from tests.support.sessions.adapter_batches import batch_of, taught_batch, two_t
 from tests.support.sessions.finished_groups import finish, groups
 from tests.support.sessions.trainer_libraries import callback
 from tests.support.sessions.training_rows import trajectory
+from tests.support.sessions.trl_on_a_cpu import SETTINGS, without_a_gpu
 from trainer_client.adapters.microbatches import Padded, Rows
 from trainer_client.adapters.teachers import best_and_own, distillation_samples
 from trainer_client.adapters.torch_dataset import LeasedRows
@@ -39,47 +36,14 @@ with pytest.MonkeyPatch.context() as patch:
     patch.setitem(sys.modules, "vllm", None)
     patch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     from trl.experimental.async_distillation import async_distillation_trainer
-    from trl.experimental.async_grpo import AsyncGRPOConfig, async_grpo_trainer, packing
+    from trl.experimental.async_grpo import AsyncGRPOConfig
 
     from trainer_client.adapters.trl_async import LeasedAsyncGRPOTrainer, PublishTransfer
-
-SETTINGS = {
-    "max_steps": 1,
-    "per_device_train_batch_size": 2,
-    "learning_rate": 0.1,
-    "max_grad_norm": 0.0,
-    "optim": "sgd",
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "epsilon": 1e9,
-    "report_to": "none",
-    "save_strategy": "no",
-    "disable_tqdm": True,
-}
-
-
-def attend(
-    query: Any, key: Any, value: Any, starts: Any, key_starts: Any, *_: int, softmax_scale: float, **options: Any
-) -> Any:
-    """What `flash_attn_varlen_func` computes: segment after segment, causal from the end of its keys."""
-    assert options == {"causal": True, "window_size": (-1, -1)}
-    results = []
-    for at in range(len(starts) - 1):
-        q = query[starts[at] : starts[at + 1]].transpose(0, 1)
-        k, v = (part[key_starts[at] : key_starts[at + 1]].transpose(0, 1) for part in (key, value))
-        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
-        results.append(
-            torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=softmax_scale, enable_gqa=True)
-        )
-    return torch.cat(results, dim=1).transpose(0, 1)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_gpu() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=attend))
-        patch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda accelerator, dtype: None)
+    with without_a_gpu():
         yield
 
 
