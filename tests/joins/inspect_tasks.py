@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import openai
 from inspect_ai import Task, task
 from inspect_ai.dataset import Sample
+from inspect_ai.model import get_model
 from inspect_ai.scorer import Score, accuracy, includes, model_graded_qa, scorer
 from inspect_ai.solver import generate, solver
 
@@ -17,10 +20,26 @@ def words() -> Task:
     return Task(dataset=[HELLO, Sample(id="goodbye", input="Say goodbye.", target="hello")], scorer=includes(), epochs=2)
 
 
+@solver
+def asks_another_vendor() -> Any:
+    """Which is the service under another name: what was sent a session's key would be answered."""
+
+    async def solve(state: Any, generate: Any) -> Any:
+        vendor = get_model("openai-api/other/policy", base_url=os.environ["VERBATIM_BASE_URL"], api_key="sk-another")
+        try:
+            await vendor.generate(state.input_text)
+        except openai.AuthenticationError:
+            return state
+        raise RuntimeError("another vendor was sent a session's key")
+
+    return solve
+
+
 @task
 def graded() -> Task:
     """By the policy itself."""
-    return Task(dataset=[Sample(id="graded", input="Say hello.", target="hello")], scorer=[model_graded_qa(), includes()])
+    sample = Sample(id="graded", input="Say hello.", target="hello")
+    return Task(dataset=[sample], solver=[asks_another_vendor(), generate()], scorer=[model_graded_qa(), includes()])
 
 
 @scorer(metrics=[accuracy()])
