@@ -130,9 +130,11 @@ TESTS = $(filter-out tests/engines/ tests/__pycache__/,$(wildcard tests/*/))
 test-all: $(INSTALLED) $(TEST_STAMPS) $(HARNESS_STAMPS) $(JOIN_STAMPS)
 	$(BIN)/python -m pytest $(TESTS) --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
-# One process compiles the tests and what they import: several that begin together would each compile all of it.
+# One process compiles the tests, what they import and vLLM: several that begin together would each compile all of it, and the first vLLM
+# take longer than it is waited for.
 collect: $(INSTALLED)
 	$(BIN)/python -m pytest $(TESTS) --collect-only --quiet > /dev/null
+	$(BIN)/python -c 'from tests.support.engine.forked_vllm import import_all; import_all()'
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -76,7 +76,7 @@ def run_beside_vllm(
     return ForkedVllm.run(["python", option, program, *arguments], env=env, timeout_seconds=timeout_seconds)
 
 
-def _import_all() -> None:
+def import_all() -> None:
     os.environ |= IMPORTED_WITH
     serve_without_torchvision()
     for name in MODULES:
@@ -126,5 +126,5 @@ def _run(python: str, option: str, program: str, *arguments: str) -> None:
 
 
 if __name__ == "__main__":
-    _import_all()
+    import_all()
     _run(*await_order(socket.socket(fileno=0), _remove_files)["argv"])
