@@ -8,11 +8,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from examples.vllm_server import VllmServer
+from proxy.engine.in_vllm.frames import ROUTE
 from tests.support.engine.real_engine import PLAIN, TOLERANCE, load
 from tests.support.engine.recording_relay import RecordingRelay
 from tests.support.engine.vllm_server import require_vllm, running_vllm
@@ -41,6 +43,11 @@ def teacher_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def teacher(teacher_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     with running_vllm(teacher_model, tmp_path_factory.mktemp("teacher-log")) as server:
         yield server
+
+
+def test_engines_with_one_vocabulary_tell_one_digest_of_it(vllm_server: VllmServer, teacher: VllmServer) -> None:
+    one, other = (httpx.get(f"{server.url}{ROUTE}").json()["vocabulary"] for server in (vllm_server, teacher))
+    assert one == other and len(one) == 64
 
 
 @pytest.fixture(params=["plugin", "routes"])

@@ -37,7 +37,7 @@ TEACHERS: dict[str, Any] = {
 FAULTS: dict[str, Any] = {
     "a short list": lambda told: told[:-1],
     "no list": lambda told: [],
-    "another id": lambda told: [told[0], told[2], *told[2:]],
+    "another id": lambda told: [*told[:-1], told[-2]],
 }
 Running = tuple[dict[str, ScriptedEngine], RunningService]
 

@@ -25,7 +25,7 @@ SESSIONS = 50
 SCORERS: dict[str, Any] = {"teacher": {"policy": "teacher"}, "hindsight": {"policy": "teacher", "prompt": "hindsight"}}
 
 
-def test_sessions_that_close_while_a_service_is_killed_are_each_scored_and_leased_once(
+def test_sessions_that_close_while_service_and_scorer_die_are_each_scored_and_leased_once(
     redis_server: RedisServer, tmp_path: Path, scripted_server: ScriptedService
 ) -> None:
     redis_server.flushall()
@@ -55,6 +55,7 @@ def test_sessions_that_close_while_a_service_is_killed_are_each_scored_and_lease
                 closing = [threads.submit(close, session.session_id) for session in sessions]
                 wait_until(lambda: sum(each.done() for each in closing) >= SESSIONS // 4, 120, "a quarter is closed")
                 killed.send(signal.SIGKILL)
+                teacher.stop()
             wait_until(lambda: killed.ended, 60, "it is dead")
             answered = [each.result() for each in closing]
             assert not all(answered)
@@ -64,6 +65,7 @@ def test_sessions_that_close_while_a_service_is_killed_are_each_scored_and_lease
                     "POST", f"/sessions/{session.session_id}/close", json={"status": "completed", "reward": 1.0}
                 )
                 assert answer.status_code == 200, answer.text
+            teacher.start(teacher.port)
             leased: Counter[str] = Counter()
             while sum(leased.values()) < SESSIONS:
                 answer = other.request("POST", "/batches/lease", TRAINER, json={"max_groups": 8, "wait_seconds": 60})
