@@ -43,6 +43,18 @@ llm = LiteLLM(model_name="openai/policy", api_base=sys.argv[1], collect_rollout_
 said = asyncio.run(llm.call("Say hello."))
 print(json.dumps({"prompt_ids": said.prompt_token_ids, "completion_ids": said.completion_token_ids, "logprobs": said.logprobs}))
 """
+TWO_AGENTS = """
+import asyncio
+from types import SimpleNamespace
+from trainer_client.integrations.harbor import NoSession, VerbatimPlugin
+
+plugin = VerbatimPlugin()
+plugin._agents = [SimpleNamespace(context_id="t", model_name="m") for _ in range(2)]
+try:
+    asyncio.run(plugin._open_session(SimpleNamespace(trial_id="t")))
+except NoSession as error:
+    print(error)
+"""
 VERIFY = """#!/bin/bash
 [ "$(cat /app/out.txt)" = hello ] && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt
 """
@@ -328,8 +340,10 @@ def test_a_trial_waits_while_the_service_holds_its_group_back(
 
 
 def test_without_a_session_no_agent_runs(client_wheel: Path, tmp_path: Path) -> None:
-    """It would take the operator's own key to its vendor. The job ends well: its trials failed, each alone."""
+    """It would take the operator's own key to its vendor. The job ends well: its trials failed, each alone. A simulated user is an agent,
+    too, and would share the other one's session."""
     with harbor_at(tmp_path, client_wheel, "http://127.0.0.1:1") as harbor:
+        assert "the trial has 2 agents" in harbor.run("python", "-c", TWO_AGENTS).stdout
         results = harbor.job("away", "Installed", attempts=1, retries=0, retry_seconds=0.1)
         (result,) = results
         assert result["exception_info"]["exception_type"] == "NoAnswer"
