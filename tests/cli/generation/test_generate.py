@@ -293,6 +293,7 @@ async def test_the_best_of_several_attempts_is_kept(engine: ScriptedEngine, redi
         ([task("a"), task("a")], (), 1, "line 2: task 'a' is already on line 1"),
         ([task("a", evaluator=None)], (), 1, "line 1 has no evaluator"),
         ([task("a")], ("--want", "2"), 2, "--want 2 is more than the 1 attempts"),
+        ([task("a")], ("--url", "http://127.0.0.1:9"), 2, "pass either --engine, to start a service, or --url"),
         ([], (), 1, "there are no tasks in "),
     ],
 )
@@ -305,6 +306,14 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     done = verbatim("generate", *given, timeout_seconds=SECONDS)
     assert done.returncode == code and says in done.stderr, done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_without_an_engine_the_service_of_every_command_is_used(tmp_path: Path) -> None:
+    given = (written(tmp_path / "tasks.jsonl", task("a")), "--harness", "shell", "--out", str(tmp_path / "out"))
+    done = verbatim("generate", *given, VERBATIM_URL="http://127.0.0.1:9", VERBATIM_ADMIN_TOKEN=ADMIN)
+    assert done.returncode == 1 and "no service at http://127.0.0.1:9" in done.stderr
+    done = verbatim("generate", *given, "--at-once", "2")
+    assert done.returncode == 2 and "--at-once configures the node that --engine starts" in done.stderr
 
 
 MISSING = {
