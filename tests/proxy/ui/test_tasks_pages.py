@@ -47,9 +47,9 @@ def test_each_rollout_says_how_it_went(service: RunningService) -> None:
     assert [row[1] for row in rows] == ["0", "1", "2", "3", "4", "5"]
     assert [row[2] for row in rows] == ["completed", "completed", "timeout", "failed", "running", "queued"]
     assert [row[3] for row in rows] == ["1", "0", "0.25", "–", "–", "–"]
-    assert rows[0][4] == "4 passed the harness exited with code 0 logs n1:/logs/0"
+    assert rows[0][4] == "4 passed the harness exited with code 0 · logs n1:/logs/0"
     assert rows[1][4].startswith("3 passed, 1 failed AssertionError: IIII != IV in test_four at line 12 … all of the feedback")
-    assert "agent_timeout: the agent's budget of 60 s ran out logs n1:/logs/agent.err" in rows[2][4].replace("&#39;", "'")
+    assert "agent_timeout: the agent's budget of 60 s ran out · logs n1:/logs/agent.err" in rows[2][4].replace("&#39;", "'")
     assert rows[3][4].startswith("harness_crashed: pi was ended by signal 9")
     assert [row[8:] for row in rows[:4]] == [["12.0 s", "12.0 s", "60.0 s", "6.0 s"]] * 4
     assert rows[4][8:10] == ["12.0 s", "12.0 s"] and rows[4][11] == rows[5][9] == "–"
