@@ -193,8 +193,8 @@ def test_a_service_that_is_not_there_is_named_and_lost_nothing(ask: Ask) -> None
 
 
 def test_an_answer_may_take_longer_than_the_usual_silence_where_the_request_says_so(service: ScriptedService, ask: Ask) -> None:
-    service.script("GET /things", Answer(200, b"{}", delay_seconds=0.5))
-    made = {"timeout_seconds": 0.1, "retry_seconds": 0.0}
+    service.script("GET /things", Answer(200, b"{}", delay_seconds=1.5))
+    made = {"timeout_seconds": 0.5, "retry_seconds": 0.0}
     assert ask(service.url, "GET", "/things", answer_seconds=60.0, made=made).json() == {}
     with pytest.raises(NoAnswer) as raised:
         ask(service.url, "GET", "/things", made=made)
