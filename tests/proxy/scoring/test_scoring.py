@@ -113,6 +113,16 @@ def test_a_teacher_scores_each_sampled_token_at_its_own_place_before_the_group_i
     assert len(scored(teacher.generations)) == 1
 
 
+def test_a_group_waits_for_its_scores(student: ScriptedEngine, teacher: ScriptedEngine, service: RunningService) -> None:
+    scored_now = threading.Event()
+    teacher.script = lambda generation, index: Say(token_ids=[1], gate=scored_now)
+    session_id = play(service, scores=["teacher"])
+    assert service.request("POST", "/batches/lease", TRAINER, json={"max_groups": 1}).status_code == 204
+    scored_now.set()
+    (row,) = lease(service, session_id)
+    check_row(row)
+
+
 def test_rows_that_share_their_beginning_are_computed_once_and_never_read_from_the_cache(
     student: ScriptedEngine, teacher: ScriptedEngine, service: RunningService
 ) -> None:
@@ -293,6 +303,8 @@ def test_masked_tokens_whose_version_serves_no_more_stay_without_and_say_so(
         session.close(reward=1.0)
         wait_until(lambda: state_of(service, session.session_id, "raw")["state"] == "failed", 60, "it is said")
         assert "sampled under version 0, and version 7 serves" in state_of(service, session.session_id, "raw")["error"]
+        (row,) = session.trajectories()[0]
+        assert not any(row["scores"]["raw"]["logprobs"])
     finally:
         student.sampler.version = before
 
