@@ -52,12 +52,11 @@ help:
 	@echo "make demo ARGS=...   pass flags to the demo; ARGS=--help lists them"
 	@echo "make -f examples/Makefile   the other demos: tasks, images, a real command-line agent that learns"
 	@echo "make quick           the first three minutes: make check, and the tests of records, rows and dialects"
-	@echo "make test            every test, on a real vLLM and a real redis-server; ARGS=... goes to pytest, WORKERS=N shares them"
+	@echo "make test            every test, on a real vLLM and a real redis-server; ARGS=... goes to pytest, WORKERS=N shares them; ALL=1: with agents and frameworks"
 	@echo "make templates       real models' chat templates through the service; ARGS=--write writes their page, ARGS='Qwen GLM' plays some"
 	@echo "make test-programs   install what tests need besides: sandboxes, containers, a browser (apt-get, as root)"
 	@echo "make test-harnesses  real command-line agents at work through the service; needs Node.js 20 or newer; ARGS=... goes to pytest"
 	@echo "make test-engines VLLM=0.29.0  another version of vLLM: sessions on each of its paths, recomputed; a row per path in docs/engines.md"
-	@echo "make test-all        make test, test-harnesses and test-joins in one run"
 	@echo "make test-joins      Harbor, Inspect, NeMo Gym and verifiers with the service; Harbor needs Python 3.12 (PYTHON_NEW=...), bubblewrap"
 	@echo "make mutants         plants faults in a copy of the code, one at a time: the tests have to notice each; ARGS=--help"
 	@echo "make docs            docs/reference from the code, and the documentation as a site, in build/site; fails where a link leads nowhere"
@@ -88,8 +87,10 @@ quick: $(INSTALLED)
 quick-tests: $(INSTALLED)
 	$(BIN)/python -m pytest tests/reconstruct tests/proxy/dialects --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
-test: $(INSTALLED) $(TEST_STAMPS)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+# With ALL=1 agents and frameworks are in the same run: none of its processes is idle before the last file.
+TESTS = $(filter-out tests/engines/ tests/__pycache__/,$(wildcard tests/*/))
+test: $(INSTALLED) $(TEST_STAMPS) $(if $(ALL),$(HARNESS_STAMPS) $(JOIN_STAMPS))
+	$(BIN)/python -m pytest $(if $(ALL),$(TESTS)) --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 templates: $(INSTALLED) $(TEMPLATES)/installed
 	$(BIN)/python -m tests.templates $(ARGS)
@@ -118,17 +119,11 @@ test-engines: $(INSTALLED) $(ENGINES)/$(VLLM)/installed
 	@status=0; VERBATIM_TESTS_VLLM=$(VLLM) $(BIN)/python -m pytest tests/engines $(ARGS) || status=$$?; \
 		$(BIN)/python -m tests.support.documents.engine_versions --write; exit $$status
 
-.PHONY: joins test-joins
+.PHONY: joins test-joins collect
 joins: $(JOIN_STAMPS)
 
 test-joins: $(INSTALLED) $(HARNESSES)/mini-swe-agent/installed $(JOIN_STAMPS)
 	$(BIN)/python -m pytest tests/joins --numprocesses $(WORKERS) --dist loadfile $(ARGS)
-
-# All of these and those of `make test` in one run: none of its processes is idle before the last file.
-.PHONY: test-all collect
-TESTS = $(filter-out tests/engines/ tests/__pycache__/,$(wildcard tests/*/))
-test-all: $(INSTALLED) $(TEST_STAMPS) $(HARNESS_STAMPS) $(JOIN_STAMPS)
-	$(BIN)/python -m pytest $(TESTS) --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 # One process compiles the tests, what they import and vLLM: several that begin together would each compile all of it, and the first vLLM
 # take longer than it is waited for.
