@@ -6,6 +6,8 @@ checkpoint with digests, are verified tensor by tensor; a checkpoint without dig
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +27,8 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+NICER = 10
+"""By so much a thread that prepares is nicer than those that sample, which have most of the cores where cores are few."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +193,8 @@ class Preparation:
 
     def _run(self) -> None:
         try:
+            if sys.platform == "linux":  # where each thread has a nice value of its own
+                os.nice(NICER)
             self.source = self._open()
         except Exception as error:
             # Raised in `result`, where it is answered.
