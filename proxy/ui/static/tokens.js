@@ -213,6 +213,7 @@ class TokenView {
     this.slider.setAttribute("aria-valuetext", this.where.textContent);
     this.root.querySelector('[data-page="-1"]').disabled = page.start === 0;
     this.root.querySelector('[data-page="1"]').disabled = end >= page.total;
+    this.root.querySelector("[data-mode][value=score]").parentElement.hidden = Object.keys(page.scores ?? {}).length === 0;
     this.stream.scrollTop = 0;
     this.explain();
     this.card.textContent = page.total ? "Point at a token, or move with the arrow keys." : "";
@@ -502,7 +503,7 @@ let stored = null;
 
 document.addEventListener("keydown", (event) => {
   if (!active?.root.isConnected || event.target.closest("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
-  const modes = ["logprob", "mask", "version", "score"];
+  const modes = [...active.root.querySelectorAll("[data-mode]")].filter((choice) => !choice.parentElement.hidden).map((choice) => choice.value);
   const acts = {
     "[": () => active.turn(-1),
     "]": () => active.turn(1),

@@ -275,6 +275,9 @@ def test_masks_and_weight_versions_have_colours_of_their_own(browser: Browser, s
         seen[number] = last.value_of_css_property("background-color")
         assert f"weights {number + 1}" in browser.text("[data-legend]")
     assert seen[2] != seen[3]
+    assert not browser.one("[data-mode][value=score]").is_displayed(), "nobody has scored it"
+    browser.press("c")
+    assert browser.one("[data-stream]").get_attribute("data-colour") == "logprob"
     browser.one("[data-mode][value=mask]").click()
     kinds = {token.get_attribute("class").split()[1] for token in browser.all(".stream .t")}
     assert kinds == {"k0", "k1"}
