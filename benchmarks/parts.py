@@ -56,13 +56,11 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "engine: HTTP, JSON, choice of a replica": ("proxy/engine/",),
     "ids, logprobs and records": (
-        "proxy/engine/apis/details.py",
         "proxy/engine/apis/reply.py",
         "proxy/engine/apis/vllm_reply.py",
         "proxy/engine/apis/chat_format.py",
         "proxy/call/record.py",
         "reconstruct/codec.py",
-        "reconstruct/forest.py",
         "reconstruct/records.py",
     ),
     "Redis client": ("redis/", "hiredis/", "proxy/store/"),

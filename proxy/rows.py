@@ -23,9 +23,8 @@ from reconstruct.accounting import DANGLING, Settled, account, settle
 from reconstruct.builders import Builder, RowContext
 from reconstruct.codec import decode
 from reconstruct.errors import DecodeError
-from reconstruct.forest import Forest
 from reconstruct.media import as_wire
-from reconstruct.records import LOOKAHEAD, REPLAY, Call, Sampling
+from reconstruct.records import LOOKAHEAD, REPLAY, Call, Forest, Sampling
 from reconstruct.score_columns import lay_scores
 from reconstruct.scores import Scores
 from reconstruct.trajectory import Accounting, Trajectory, weigh_rows

@@ -6,8 +6,7 @@ from typing import Any
 
 import msgspec
 
-from reconstruct.forest import Forest
-from reconstruct.records import Call
+from reconstruct.records import Call, Forest
 
 _decode = msgspec.json.decode
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reconstruct.errors import IdOutOfRange, ReconstructError, RecordError, UnknownParent
-from reconstruct.forest import Forest
-from reconstruct.records import LOGITS, NOT_CHOSEN, Call, order_key, request_of
+from reconstruct.records import LOGITS, NOT_CHOSEN, Call, Forest, order_key, request_of
 from reconstruct.roles import credited_role, infer_side_calls
 from reconstruct.trajectory import Accounting, Quarantined, Trajectory
 from reconstruct.verification import verify

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from reconstruct.accounting import Settled
 from reconstruct.details import NO_EXPERT, NO_TOKEN
-from reconstruct.forest import Forest
-from reconstruct.records import BASE_VERSIONS, CONTROL_TOKENS, DIFFERS, DIVERGED, PIVOT, REPLAY, Call, order_key
+from reconstruct.records import BASE_VERSIONS, CONTROL_TOKENS, DIFFERS, DIVERGED, PIVOT, REPLAY, Call, Forest, order_key
 from reconstruct.spans import ModeSpan, Span, merge_modes
 from reconstruct.trajectory import RowDetails, Trajectory
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reconstruct.forest import Forest
-from reconstruct.records import CHOSEN, LOOKAHEAD, NOT_CHOSEN, Call
+from reconstruct.records import CHOSEN, LOOKAHEAD, NOT_CHOSEN, Call, Forest
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from reconstruct.forest import Forest
-from reconstruct.records import Call
+from reconstruct.records import Call, Forest
 from reconstruct.scores import Score, Scores, unscored
 from reconstruct.spans import Span
 from reconstruct.trajectory import Trajectory

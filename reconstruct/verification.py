@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reconstruct.errors import LengthMismatch, RecordError
-from reconstruct.forest import Forest
-from reconstruct.records import LOGPROB_MODES, Call, shared_length
+from reconstruct.records import LOGPROB_MODES, Call, Forest, shared_length
 from reconstruct.spans import ModeSpan, Span
 from reconstruct.trajectory import NAMES, Trajectory
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 from proxy.errors import BudgetExhausted
 from proxy.store.states import SessionInfo, Share
 from reconstruct.accounting import Settled
-from reconstruct.forest import Forest
-from reconstruct.records import order_key
+from reconstruct.records import Forest, order_key
 
 LEAST_TOKENS = 256
 """A call begins beside others with this many tokens per choice, even where it may sample more."""

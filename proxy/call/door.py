@@ -26,10 +26,21 @@ from proxy.call.run import admit, count_tokens, run_call
 from proxy.call.session import ParseLane, Session
 from proxy.call.window import TOKEN_BYTES, check_length
 from proxy.call.writer import FailureNotes, HarnessRequest, ReplyWriter
-from proxy.dialects.base import Action, Counts, Incoming, Lists, Past, Reply, Request, SeveralCalls, Stores
+from proxy.dialects.base import (
+    MAX_SEALED_BYTES,
+    Action,
+    Counts,
+    Incoming,
+    Lists,
+    LongSeals,
+    Past,
+    Reply,
+    Request,
+    SeveralCalls,
+    Stores,
+)
 from proxy.dialects.catalogue import dialects
 from proxy.dialects.fields import check_recordable, check_tools
-from proxy.dialects.minted_ids import MAX_SEALED_BYTES, LongSeals
 from proxy.errors import (
     BudgetExhausted,
     Conflict,

@@ -11,8 +11,7 @@ from typing import Any, cast
 from proxy.call.memo import Converted, HistoryMemo, Reading
 from proxy.call.session import MEMORY_PER_BYTE, SeenKey, Session
 from proxy.call.window import TOKEN_BYTES, check_texts, find_texts
-from proxy.dialects.base import Divide, HistoryMessage, ItemReader, T
-from proxy.dialects.minted_ids import Seals
+from proxy.dialects.base import Divide, HistoryMessage, ItemReader, Seals, T
 from proxy.dialects.raw_history import SplitBody
 from proxy.dialects.splitting import split_body
 from proxy.images import ImageReader

@@ -23,8 +23,7 @@ import msgspec
 from contract.sessions import Lookahead
 from proxy.call.hooks import CallHook
 from proxy.call.phases import Arrival, Sampled
-from proxy.dialects.base import HistoryMessage, Request
-from proxy.dialects.minted_ids import new_call_id
+from proxy.dialects.base import HistoryMessage, Request, new_call_id
 from proxy.engine.apis import reply as engine
 from proxy.engine.apis.base import PlansNoMore
 from proxy.engine.apis.first_sample import discard, prepare_job

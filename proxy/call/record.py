@@ -14,8 +14,7 @@ from proxy.call.distribution import describe_sampling, find_mode
 from proxy.call.labels import find_control_tokens, has_invalid_call
 from proxy.call.phases import Continuation, Placed, Sampled
 from proxy.call.session import Session
-from proxy.dialects.base import Choice, Delta, Reply, Request
-from proxy.dialects.minted_ids import tool_call_id
+from proxy.dialects.base import Choice, Delta, Reply, Request, tool_call_id
 from proxy.engine.apis import reply as engine
 from proxy.engine.apis.first_sample import TURN_END, TURN_END_UNKNOWN
 from proxy.engine.replica import Replica

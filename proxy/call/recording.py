@@ -16,8 +16,7 @@ from proxy.images import images_in
 from reconstruct.accounting import NOT_DELIVERED, settle
 from reconstruct.codec import decode
 from reconstruct.errors import DecodeError
-from reconstruct.forest import Forest
-from reconstruct.records import NOT_CHOSEN, Call, request_of
+from reconstruct.records import NOT_CHOSEN, Call, Forest, request_of
 
 Stored = tuple[bytes, bytes]
 """The digest of a call's record, and the entry of a session's list that holds or names it."""

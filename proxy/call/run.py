@@ -23,12 +23,10 @@ from proxy.call.phases import Admitted, Arrival, Continuation, Emit, Placed, Sam
 from proxy.call.plan import MESSAGES, accept_prompt, check_media, confirm_parent, find_room, keep_history, parent_of, read_marks
 from proxy.call.prompts import PROMPT
 from proxy.call.record import build_records, build_reply, locate, mint_choices, mint_deltas, warn_of_renderings
-from proxy.dialects.base import Delta, FirstToken, PromptReady, Reply, Request
-from proxy.dialects.minted_ids import new_call_id
+from proxy.dialects.base import Delta, FirstToken, PromptReady, Reply, Request, new_call_id
 from proxy.engine.apis.base import PlanRequest, PlansNoMore, SamplingJob
-from proxy.engine.apis.details import WantedDetails
 from proxy.engine.apis.json_text import NO_IDS
-from proxy.engine.apis.reply import EngineReply, check_sampled
+from proxy.engine.apis.reply import EngineReply, WantedDetails, check_sampled
 from proxy.engine.in_vllm.frames import BUDGET
 from proxy.engine.pool.placement import Placement
 from proxy.engine.pool.seats import Caller

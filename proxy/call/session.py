@@ -34,7 +34,6 @@ from proxy.images import ImageBounds, images_in
 from proxy.store.states import SessionInfo
 from reconstruct.codec import decode
 from reconstruct.errors import ReconstructError
-from reconstruct.forest import Forest
 from reconstruct.messages import (
     Digests,
     Message,
@@ -50,7 +49,7 @@ from reconstruct.messages import (
     root_key,
     without_lines,
 )
-from reconstruct.records import Call, Ids, find_engine_id, pack_logprobs
+from reconstruct.records import Call, Forest, Ids, find_engine_id, pack_logprobs
 
 _nbytes: Callable[[Ids], int] = attrgetter("nbytes")
 _decode = msgspec.json.decode

@@ -16,10 +16,9 @@ from typing import Any
 import msgspec
 
 from proxy.dialects import fields
-from proxy.dialects.base import ParsedMessage, Past, Unit
+from proxy.dialects.base import ParsedMessage, Past, Seals, Unit, tool_call_id
 from proxy.dialects.fields import arguments_text, decode, placeholder_id, tool_call
 from proxy.dialects.gemini_fields import check_depth, get_object, get_objects, normalize
-from proxy.dialects.minted_ids import Seals, tool_call_id
 from proxy.errors import RequestError
 from proxy.images import SCHEME, refuse_url
 

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from proxy.dialects.base import Choice, Delta, Reply, Request
+from proxy.dialects.base import Choice, Delta, Reply, Request, seal
 from proxy.dialects.fields import TEXT, arguments_object, encode, split_event
-from proxy.dialects.minted_ids import seal
 from proxy.errors import ContextTooLong, VerbatimError
 
 Part = dict[str, Any]

@@ -10,10 +10,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from proxy.dialects.base import Choice, Delta, Reply, Request
+from proxy.dialects.base import Choice, Delta, Reply, Request, seal, tool_call_id
 from proxy.dialects.fields import TEXT, UNPARSED, arguments_object, encode, split_event
 from proxy.dialects.messages_request import wire_id
-from proxy.dialects.minted_ids import seal, tool_call_id
 from proxy.errors import ContextTooLong, EngineFailed, VerbatimError
 
 

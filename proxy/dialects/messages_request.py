@@ -11,9 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from proxy.dialects.base import ParsedMessage, Past
+from proxy.dialects.base import ParsedMessage, Past, Seals
 from proxy.dialects.fields import arguments_text, decode, tool_call
-from proxy.dialects.minted_ids import Seals
 from proxy.errors import RequestError
 
 SYSTEM_ROLES = ("system", "developer")

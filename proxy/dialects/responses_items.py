@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from proxy.dialects.base import tool_call_id
 from proxy.dialects.fields import decode, is_integer
-from proxy.dialects.minted_ids import tool_call_id
 from proxy.errors import RequestError
 
 
@@ -192,7 +192,7 @@ KINDS_OF_ITEMS: Mapping[str, str] = {form.item: kind for kind, form in FORMS.ite
 # | response | `resp_<call id>` |
 # | reasoning, message | `rs_<call id>`, `msg_<call id>`; a further one of the same reply `…_<n>` |
 # | function, custom, local shell, shell and patch call | `fc_`, `ctc_`, `lsh_`, `sh_`, `apc_` `<call id>_<position>` |
-# | `call_id` of a call and of its output | `call_<call id>_<position>` (proxy.dialects.minted_ids.tool_call_id) |
+# | `call_id` of a call and of its output | `call_<call id>_<position>` (proxy.dialects.base.tool_call_id) |
 # | item of a request that had no such id | `in_<call id>_<number>` |
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from proxy.dialects.minted_ids import seal
+from proxy.dialects.base import seal
 from proxy.dialects.responses_items import FORMS, ToolKind, call_item, function_item
 from proxy.dialects.responses_tools import Toolbox
 

@@ -16,9 +16,8 @@ from typing import Any
 
 import msgspec
 
-from proxy.dialects.base import Divide, ItemReader, ParsedMessage, Past, Unit
+from proxy.dialects.base import Divide, ItemReader, ParsedMessage, Past, Seals, Unit, tool_call_id
 from proxy.dialects.fields import decode, tool_call
-from proxy.dialects.minted_ids import Seals, tool_call_id
 from proxy.dialects.responses_items import KINDS_OF_ITEMS, ItemId, is_call_of, parse_function, parse_item_id
 from proxy.errors import RequestError, UnknownCall
 

@@ -27,10 +27,9 @@ from proxy.errors import RequestError
 from proxy.images import images_in
 from proxy.scoring.plan import Place, ScoreRow
 from proxy.transcripts import messages_of
-from reconstruct.forest import Forest
 from reconstruct.messages import Message, rename_calls
 from reconstruct.prompt import Rendering
-from reconstruct.records import Call, Ids, find_engine_id, shared_length
+from reconstruct.records import Call, Forest, Ids, find_engine_id, shared_length
 
 HINTED_ROLES = ("user", "tool", "function", "system", "developer")
 """Of a last message that can have a hint. A prompt without messages has another role."""

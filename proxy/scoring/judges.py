@@ -18,8 +18,7 @@ from proxy.outbound import OutboundFailed
 from proxy.scoring.scorers import TurnJudge
 from proxy.store.states import Verdicts
 from proxy.transcripts import messages_of
-from reconstruct.forest import Forest
-from reconstruct.records import Call
+from reconstruct.records import Call, Forest
 
 if TYPE_CHECKING:
     from proxy.services import Services

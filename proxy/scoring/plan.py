@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from proxy.scoring.scorers import Scorer
 from reconstruct.accounting import Settled
-from reconstruct.forest import Forest
 from reconstruct.media import Media
-from reconstruct.records import MASKED, Call, Ids, shared_length
+from reconstruct.records import MASKED, Call, Forest, Ids, shared_length
 
 
 @dataclass(frozen=True, slots=True)

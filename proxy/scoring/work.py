@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from proxy.dialects.minted_ids import new_call_id
+from proxy.dialects.base import new_call_id
 from proxy.engine.apis.scores import Scored, ScoringJob
 from proxy.engine.pool.placement import Placement
 from proxy.engine.pool.seats import Caller
@@ -31,9 +31,8 @@ from proxy.scoring.scorers import Scorer
 from proxy.scoring.vocabulary import Vocabularies
 from proxy.timeline import CancelScope, Timeline
 from reconstruct.details import NO_TOKEN
-from reconstruct.forest import Forest
 from reconstruct.media import Media
-from reconstruct.records import RAW, Call
+from reconstruct.records import RAW, Call, Forest
 from reconstruct.scores import Score, unscored
 from reconstruct.spans import Span
 

@@ -20,9 +20,8 @@ import msgspec
 from proxy.errors import NotFound
 from proxy.images import SCHEME
 from proxy.transcripts import messages_of
-from reconstruct.forest import Forest
 from reconstruct.messages import reasoning_of
-from reconstruct.records import Call
+from reconstruct.records import Call, Forest
 from reconstruct.values import Value
 
 _decode = msgspec.json.decode

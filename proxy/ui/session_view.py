@@ -21,9 +21,8 @@ from proxy.store.states import Intent, SessionState
 from proxy.ui.conversation import CallSummary, Conversation, ShownCall, arrange, build_turn
 from reconstruct.accounting import Settled
 from reconstruct.codec import decode
-from reconstruct.forest import Forest
 from reconstruct.messages import reasoning_of
-from reconstruct.records import DIVERGED, REPLAY, Call, order_key
+from reconstruct.records import DIVERGED, REPLAY, Call, Forest, order_key
 from reconstruct.scores import Scores
 from reconstruct.trajectory import Trajectory
 from reconstruct.values import estimate

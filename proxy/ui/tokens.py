@@ -20,9 +20,8 @@ from proxy.engine.pool.pool import EnginePool
 from proxy.engine.replica import Replica
 from proxy.errors import EngineUnavailable, VerbatimError
 from proxy.ui.session_view import ShownSession
-from reconstruct.forest import Forest
 from reconstruct.media import Media
-from reconstruct.records import Call, Ids, Logprobs
+from reconstruct.records import Call, Forest, Ids, Logprobs
 from reconstruct.trajectory import Trajectory
 
 PROMPT, TRAINED, CONTEXT, QUARANTINED = range(4)

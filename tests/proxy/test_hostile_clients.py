@@ -24,10 +24,9 @@ from proxy.call.draft import Draft
 from proxy.call.http import BodyRoom, read_body
 from proxy.call.session import Session as SessionTree
 from proxy.dialects import fields
-from proxy.dialects.base import Incoming, ParsedMessage, Past, Request
+from proxy.dialects.base import MAX_SEALED_BYTES, Incoming, ParsedMessage, Past, Request, Seals, seal
 from proxy.dialects.catalogue import dialects
 from proxy.dialects.fields import MAX_DEPTH, MAX_TOOLS, MAX_VALUES, PIECE_BYTES, check_depth, check_values
-from proxy.dialects.minted_ids import MAX_SEALED_BYTES, Seals, seal
 from proxy.dialects.splitting import MAX_MESSAGES
 from proxy.errors import RequestError, TooManyCalls
 from proxy.store.states import SessionInfo

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from reconstruct.accounting import DANGLING, NOT_DELIVERED, account, find_attempts, presume_delivered, settle
 from reconstruct.builders import Builder, RowContext, merged, per_call
-from reconstruct.forest import Forest
-from reconstruct.records import Call
+from reconstruct.records import Call, Forest
 from reconstruct.spans import Span
 from reconstruct.trajectory import Accounting, Trajectory
 from tests.support.sessions.calls import Talk, call

@@ -10,8 +10,7 @@ import pytest
 
 from reconstruct.codec import encode
 from reconstruct.errors import LengthMismatch, UnknownParent
-from reconstruct.forest import Forest
-from reconstruct.records import Call, shared_length
+from reconstruct.records import Call, Forest, shared_length
 from tests.support.sessions.calls import Talk, call, tell
 
 

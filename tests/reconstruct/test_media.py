@@ -9,9 +9,8 @@ import pytest
 from reconstruct.accounting import account, settle
 from reconstruct.builders import RowContext, merged, per_call
 from reconstruct.errors import LengthMismatch, RecordError
-from reconstruct.forest import Forest
 from reconstruct.media import IMAGE, Media, agreed_length
-from reconstruct.records import Call
+from reconstruct.records import Call, Forest
 from tests.support.sessions.calls import call
 
 RED, BLUE = "aa" * 32, "bb" * 32

@@ -23,8 +23,7 @@ from reconstruct.accounting import Settled, account, settle
 from reconstruct.builders import Builder, RowContext, merged, per_call
 from reconstruct.codec import decode, encode
 from reconstruct.errors import RecordError
-from reconstruct.forest import Forest
-from reconstruct.records import Call
+from reconstruct.records import Call, Forest
 from reconstruct.spans import Span
 from reconstruct.trajectory import Accounting, Trajectory
 from tests.support.sessions.calls import Talk, common_prefix

@@ -22,8 +22,7 @@ from reconstruct.accounting import settle
 from reconstruct.builders import Builder, merged, per_call
 from reconstruct.details import NO_TOKEN
 from reconstruct.errors import DecodeError
-from reconstruct.forest import Forest
-from reconstruct.records import LOGPROB_MODES, Call
+from reconstruct.records import LOGPROB_MODES, Call, Forest
 from reconstruct.score_columns import lay_scores
 from reconstruct.scores import Score, Scores, decode_score, encode_score, unscored
 from reconstruct.spans import Span

@@ -14,12 +14,11 @@ from typing import Any, ClassVar
 import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, PromptReady, Request
-from proxy.engine.apis.details import WantedDetails
 from proxy.engine.apis.evidence import LABEL, PLUGIN, START, Source
 from proxy.engine.apis.json_text import NO_IDS, IdText
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.renderer import LocalRenderer, Rendered, Tokenizer
-from proxy.engine.apis.reply import EngineReply
+from proxy.engine.apis.reply import EngineReply, WantedDetails
 from proxy.engine.apis.scores import Scored, ScoringJob
 from proxy.engine.apis.versions import Versions
 from proxy.engine.replica import Replica, Served

@@ -19,7 +19,6 @@ import msgspec
 
 from proxy.dialects.base import Delta, FirstToken, Request
 from proxy.engine.apis.base import Emit, EngineKind, SamplingJob, chat_body
-from proxy.engine.apis.details import PromptLogprobs, Tops, read_details
 from proxy.engine.apis.json_text import IdText
 from proxy.engine.apis.probe import SGLANG_INFO, Probe
 from proxy.engine.apis.question import Question
@@ -29,10 +28,13 @@ from proxy.engine.apis.reply import (
     EngineChoice,
     EngineReply,
     PartialReply,
+    PromptLogprobs,
+    Tops,
     Usage,
     check_entries,
     choice_at,
     is_visible,
+    read_details,
     read_named_id,
 )
 from proxy.engine.apis.versions import Versions

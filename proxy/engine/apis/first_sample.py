@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.dialects.base import Delta, FirstToken, HistoryMessage, PromptReady, Request
-from proxy.dialects.minted_ids import new_call_id
+from proxy.dialects.base import Delta, FirstToken, HistoryMessage, PromptReady, Request, new_call_id
 from proxy.engine.apis.base import EngineKind, PlanRequest, SamplingJob
 from proxy.engine.apis.json_text import IdText
 from proxy.engine.apis.reply import EngineReply, check_sampled

@@ -25,11 +25,10 @@ from proxy.engine.apis import vllm_plugin
 from proxy.engine.apis.base import Emit, EngineKind, SamplingJob, chat_body
 from proxy.engine.apis.chat import OpenAiChat
 from proxy.engine.apis.completions import prove_prompt
-from proxy.engine.apis.details import PromptLogprobs
 from proxy.engine.apis.json_text import IdText
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.renderer import SEED_IDS, LocalRenderer, Rendered, Tokenizer
-from proxy.engine.apis.reply import EngineChoice, EngineReply, PartialReply, choice_at, is_visible
+from proxy.engine.apis.reply import EngineChoice, EngineReply, PartialReply, PromptLogprobs, choice_at, is_visible
 from proxy.engine.apis.scores import Scored, ScoringJob
 from proxy.engine.apis.versions import Versions
 from proxy.engine.apis.vllm_reply import (

@@ -15,7 +15,6 @@ import numpy as np
 
 from proxy.dialects.base import Delta, FirstToken, PromptReady, Request
 from proxy.engine.apis.base import Emit, PlanRequest, PlansNoMore, SamplingJob, chat_body
-from proxy.engine.apis.details import Tops as TopLists
 from proxy.engine.apis.probe import Probe
 from proxy.engine.apis.reply import (
     CertainText,
@@ -30,6 +29,7 @@ from proxy.engine.apis.reply import (
     keep_one_call,
     plain_message,
 )
+from proxy.engine.apis.reply import Tops as TopLists
 from proxy.engine.in_vllm.frames import (
     PROTOCOL,
     ROUTE,

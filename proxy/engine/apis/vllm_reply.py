@@ -15,11 +15,11 @@ import msgspec
 
 from proxy.dialects.base import Delta, FirstToken
 from proxy.engine.apis.base import Emit, SamplingJob, chat_body, find_image_urls
-from proxy.engine.apis.details import PromptLogprobs
 from proxy.engine.apis.reply import (
     CertainText,
     EngineChoice,
     GeneratedChoice,
+    PromptLogprobs,
     Usage,
     Version,
     check_entries,

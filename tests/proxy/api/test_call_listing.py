@@ -8,8 +8,7 @@ import pytest
 
 from proxy.rows import every_call_as_wire
 from reconstruct.codec import encode
-from reconstruct.forest import Forest
-from reconstruct.records import Call
+from reconstruct.records import Call, Forest
 from tests.support.sessions.calls import call
 
 TURNS = 1000

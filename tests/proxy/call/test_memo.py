@@ -18,10 +18,9 @@ from PIL import Image
 
 from proxy.call.draft import Draft
 from proxy.call.session import Session
-from proxy.dialects.base import Incoming, Request, one_by_one
+from proxy.dialects.base import Incoming, Request, one_by_one, seal
 from proxy.dialects.catalogue import dialects
 from proxy.dialects.chat import _read_message as READ
-from proxy.dialects.minted_ids import seal
 from proxy.errors import RequestError, UnknownCall
 from proxy.store.states import SessionInfo
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from proxy.engine.apis.details import PromptLogprob, WantedDetails, read_details
+from proxy.engine.apis.reply import PromptLogprob, WantedDetails, read_details
 from proxy.settings import Settings
 from reconstruct.records import LOGPROB_MODES
 from reconstruct.trajectory import Trajectory

@@ -21,8 +21,7 @@ from proxy.call.phases import Continuation
 from proxy.call.plan import find_parent
 from proxy.call.record import locate
 from proxy.call.session import Session
-from proxy.dialects.base import HistoryMessage, ParsedMessage, Past, Request
-from proxy.dialects.minted_ids import seal, tool_call_id
+from proxy.dialects.base import HistoryMessage, ParsedMessage, Past, Request, seal, tool_call_id
 from proxy.services import Services
 from proxy.store.states import SessionInfo
 from reconstruct.codec import encode

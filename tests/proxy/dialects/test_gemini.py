@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from proxy.call.draft import Draft
 from proxy.call.http import MethodNotAllowed, UpgradeRefused
 from proxy.call.session import Session
-from proxy.dialects.base import Choice, Delta, Incoming, Reply, Request
+from proxy.dialects.base import Choice, Delta, Incoming, Reply, Request, seal
 from proxy.dialects.gemini import GeminiDialect
-from proxy.dialects.minted_ids import seal
 from proxy.errors import (
     Conflict,
     ContextTooLong,

@@ -17,10 +17,9 @@ from pydantic import TypeAdapter
 
 from proxy.call.draft import Draft
 from proxy.call.session import Session
-from proxy.dialects.base import Choice, Delta, Incoming, Reply, Request
+from proxy.dialects.base import Choice, Delta, Incoming, Reply, Request, seal, tool_call_id
 from proxy.dialects.fields import arguments_object
 from proxy.dialects.messages import MessagesDialect
-from proxy.dialects.minted_ids import seal, tool_call_id
 from proxy.errors import (
     Conflict,
     ContextTooLong,

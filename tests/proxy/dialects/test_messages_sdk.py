@@ -18,7 +18,7 @@ from anthropic import Anthropic, DefaultHttpxClient
 from anthropic.types import RawMessageStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from proxy.dialects.minted_ids import Seals
+from proxy.dialects.base import Seals
 from tests.support.engine.scripted_engine import Fail, Say, ScriptedEngine
 from tests.support.engine.scripted_images import picture
 from tests.support.service import plain_http

@@ -12,8 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.dialects.base import Choice, Delta, Divide, HistoryMessage, Incoming, ItemReader, ParsedMessage, Reply, Request
-from proxy.dialects.minted_ids import Seals, seal, tool_call_id
+from proxy.dialects.base import (
+    Choice,
+    Delta,
+    Divide,
+    HistoryMessage,
+    Incoming,
+    ItemReader,
+    ParsedMessage,
+    Reply,
+    Request,
+    Seals,
+    seal,
+    tool_call_id,
+)
 from proxy.dialects.raw_history import SplitBody
 from proxy.dialects.responses import ResponsesDialect
 from proxy.dialects.splitting import split_body

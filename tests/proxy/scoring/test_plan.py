@@ -8,8 +8,8 @@ from hypothesis import given
 
 from proxy.scoring.plan import measure_distinct, plan_rows
 from reconstruct.accounting import settle
-from reconstruct.forest import Forest
 from reconstruct.media import IMAGE, Media
+from reconstruct.records import Forest
 from tests.reconstruct.test_properties import Drawn, sessions
 from tests.support.sessions.calls import call
 
