@@ -11,6 +11,7 @@ leaves an instance all of root's privileges and /proc/sys, so a node that runs a
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -26,7 +27,7 @@ from rollout.runtimes.container.engine import PULL_SECONDS, Engine
 from rollout.runtimes.container.runtime import INSIDE, ContainerKind, ContainerRuntime
 from rollout.runtimes.local.resources import PIDS
 from rollout.runtimes.passage import render_hosts
-from rollout.runtimes.processes import ContainerProcesses
+from rollout.runtimes.processes import ContainerProcesses, has_filter
 from rollout.runtimes.seccomp import render_profile
 
 HOME = "/home/agent"
@@ -34,6 +35,7 @@ WRITABLE = ("overlay", "tmpfs")
 _OWN = ("APPTAINER", "SINGULARITY")
 _PASSED_ON = ("_CACHEDIR", "_TMPDIR", "_CONFIGDIR", "_DOCKER_USERNAME", "_DOCKER_PASSWORD", "_AUTH_FILE", "_AUTHFILE")
 """Its variables about where images come from. Others are flags, some of which open an instance to the machine."""
+_FILTER_LOOKS = 250
 _GROUPS = Path("/sys/fs/cgroup")
 _PROBE = """
 import ctypes, os, sys
@@ -104,6 +106,14 @@ async def _forbid_namespaces(first: int) -> None:
     failure = await find_failure([sys.executable, "-I", "-S", "-c", _FORBID, str(first)])
     if failure is not None:
         raise RuntimeFailed(f"further namespaces cannot be forbidden in the instance: {failure}")
+
+
+async def _wait_for_filter(first: int) -> None:
+    """Apptainer may tell of a process before that has set its filter: on a busy machine it has none for a moment."""
+    for _ in range(_FILTER_LOOKS):
+        if has_filter(first):
+            break
+        await asyncio.sleep(0.02)
 
 
 def probe_limits(user: int, groups: Path = _GROUPS) -> str | None:
@@ -177,6 +187,7 @@ class ApptainerRuntime(ContainerRuntime):
         first = await engine.find_first_process(self.name)
         if first:
             await _forbid_namespaces(first)
+            await _wait_for_filter(first)
         return first
 
     def _make_flags(self, network: str) -> list[str]:
