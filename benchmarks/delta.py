@@ -2,9 +2,9 @@
 
 One vLLM with a mirror in memory, in float32 on a CPU; what is published are the bfloat16 weights of SmolLM2-135M, where it is installed
 (`make .cache/smollm2/installed`), or else of a random model, in turn whole and as a delta. Each version changes one element in a hundred by
-a few of its last bits, as a step of training does. `encode` is the trainer's time to compare and write, `push` the service's; all of it but
-the pause is the preparation. A client streams one reply after the other: `gap` is the longest time without text while the push was
-prepared, beside the same over as long a time after it.
+a few of its last bits, as a step of training does. `encode` is the trainer's time to compare and write; what the push takes before its
+pause is the preparation. A client streams one reply after the other: `gap` is the longest time without text while the push was prepared,
+beside the same over as long a time after it.
 
     python -m benchmarks.delta [--quick]
 """
@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ NAMES = ("bytes", "encode_seconds", "prepare_seconds", "paused_seconds", "gap_se
 
 
 def run(quick: bool) -> Iterator[dict[str, Any]]:
-    pushes = 2 if quick else 5
+    pushes = 2 if quick else 3
     with tempfile.TemporaryDirectory(prefix="verbatim-benchmark-") as name, ExitStack() as stack, progress() as bar:
         task = bar.add_task("delta", total=2 * pushes)
         folder = Path(name)
@@ -110,7 +111,8 @@ class Trainer:
         self._writer.confirm()
         self._root = request(self._url, "GET", "/weights", None)["current"]["root"]
         (replica,) = answer["replicas"].values()
-        length = end - replica["paused_seconds"] - start
+        paused = self._find_pause(start, end, replica["paused_seconds"])
+        length = paused - start
         time.sleep(SETTLE_SECONDS)
         steady = time.monotonic()
         time.sleep(length)
@@ -120,12 +122,17 @@ class Trainer:
             "encode_seconds": start - began,
             "prepare_seconds": length,
             "paused_seconds": replica["paused_seconds"],
-            "gap_seconds": self._find_gap(start, length),
-            "base_gap_seconds": self._find_gap(steady, length),
+            "gap_seconds": self._find_gap(start, paused),
+            "base_gap_seconds": self._find_gap(steady, steady + length),
         }
 
-    def _find_gap(self, start: float, seconds: float) -> float:
-        return longest_silence(self._load.between(start, start + seconds), start, start + seconds)
+    def _find_pause(self, start: float, end: float, seconds: float) -> float:
+        """When the pause of so many seconds began: with the last silence that is as long. The push goes on after it."""
+        moments = [start, *self._load.between(start, end), end]
+        return max(before for before, after in pairwise(moments) if after - before >= 0.8 * seconds)
+
+    def _find_gap(self, start: float, end: float) -> float:
+        return longest_silence(self._load.between(start, end), start, end)
 
     def _train(self) -> None:
         import torch
