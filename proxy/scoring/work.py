@@ -152,13 +152,12 @@ class SessionScoring:
         return scored
 
     async def _check_vocabulary(self, policy: str, row: ScoreRow, ids: NDArray[np.integer[Any]]) -> None:
-        kind = self._services.pool.kinds.of(replica := self._serving(policy)[0])
+        scorer = self._serving(policy)[0]
+        kind = self._services.pool.kinds.of(scorer)
         if not kind.takes_ids:
-            raise kind.no_scores(replica)
-        for sampled_by in {place.call.policy for place in row.places}:
-            if sampled_by != policy:
-                sampler, scorer = self._serving(sampled_by)[0], self._serving(policy)[0]
-                await self._vocabularies.check(scorer, sampler, np.unique(ids).tolist())
+            raise kind.no_scores(scorer)
+        for sampled_by in {place.call.policy for place in row.places} - {policy}:
+            await self._vocabularies.check(scorer, self._serving(sampled_by)[0], np.unique(ids).tolist())
 
     async def _ask_row(self, policy: str, row: ScoreRow, last: Scored | None) -> Scored:
         # What was sampled there is in the cache, but not behind a hint.
