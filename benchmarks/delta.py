@@ -3,8 +3,8 @@
 One vLLM with a mirror in memory, in float32 on a CPU; what is published are the bfloat16 weights of SmolLM2-135M, where it is installed
 (`make .cache/smollm2/installed`), or else of a random model, in turn whole and as a delta. Each version changes one element in a hundred by
 a few of its last bits, as a step of training does. `encode` is the trainer's time to compare and write; what the push takes before its
-pause is the preparation. A client streams one reply after the other: `gap` is the longest time without text while the push was prepared,
-beside the same over as long a time after it.
+pause is the preparation. A client streams one reply after the other, of letters, so that every token is text that can be told at once:
+`gap` is the longest time without one while the push was prepared, beside the same over as long a time after it.
 
     python -m benchmarks.delta [--quick]
 """
@@ -51,7 +51,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
         stack.enter_context(engine)
         _, url = stack.enter_context(serving(engine.url, stack.enter_context(redis_server())))
         measured: dict[str, list[dict[str, float]]] = {"full": [], "delta": []}
-        with Load(url, 1) as load:
+        with Load(url, 1, model) as load:
             trainer = Trainer(url, model, folder / "weights", load)
             # The first one fills the mirror, and is not counted.
             trainer.publish(delta=True)

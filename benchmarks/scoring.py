@@ -2,7 +2,7 @@
 
 One vLLM of a random model in float32 on a CPU, with steps of STEP_TOKENS, and one service for each share. In turn each service opens
 sessions with prompts of PROMPT_WORDS words, streams one reply after the other beside nothing for STEADY_SECONDS, and then while the engine
-scores the sessions that it sampled. `gap` is the time between two pieces of text; a round's longest is one step with a whole chunk in it.
+scores the sessions that it sampled. `gap` is the time between two tokens; a round's longest is one step with a whole chunk in it.
 
     python -m benchmarks.scoring [--quick]
 """
@@ -50,17 +50,17 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
         measured: dict[str, list[dict[str, float]]] = {}
         for place in range(rounds):
             for share, url in services.items():
-                alone, beside = measure(url, f"{place} {share}")
+                alone, beside = measure(url, model, f"{place} {share}")
                 measured.setdefault("none", []).append(alone)
                 measured.setdefault(f"share {share:g}", []).append(beside)
                 bar.advance(task)
         yield {"rounds": rounds, "sessions": SESSIONS, "kinds": {kind: summarize(items) for kind, items in measured.items()}}
 
 
-def measure(url: str, name: str) -> tuple[dict[str, float], dict[str, float]]:
+def measure(url: str, model: Path, name: str) -> tuple[dict[str, float], dict[str, float]]:
     """The stream's figures without scoring, and beside it."""
     sessions = [_play(url, f"{name} {place}") for place in range(SESSIONS)]
-    with Load(url, 1) as load:
+    with Load(url, 1, model) as load:
         while not load.seen:
             time.sleep(LOOK_SECONDS)
         began = time.monotonic()
@@ -103,7 +103,7 @@ def summarize(items: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def tables(result: dict[str, Any]) -> Sequence[Grid]:
-    columns = ("scoring", "median gap s", "longest gap s", "longest of all s", "pieces/s", "seconds")
+    columns = ("scoring", "median gap s", "longest gap s", "longest of all s", "tokens/s", "seconds")
     rows = tuple(
         (kind, *(number(figures[name]) for name in ("gap", "longest", "most", "rate", "seconds")))
         for kind, figures in result["kinds"].items()

@@ -3,7 +3,7 @@
 Two vLLMs with a tiny model behind the service; clients stream replies without a pause, and a trainer pushes checkpoints, one after the
 other, in each mode. Per push: the time that the replicas stood paused, in which they sample nothing (`paused`, the mean over them); and
 what the clients saw of it: the longest time in which none of them got any text (`silent`), and the text events that were missing
-against the rate before, as seconds of that rate (`lost`). Text is told in pieces, so there is silence without a push, too: the same
+against the rate before, as seconds of that rate (`lost`). Steps take their time, so there is silence without a push, too: the same
 over the seconds before it is the base line. A call counts as failed when it gets an error or breaks off; one that `abort` cuts ends
 with what it has.
 
@@ -26,6 +26,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -55,11 +56,13 @@ class Pushed:
 
 
 class Load:
-    """Clients that stream one reply after the other. `seen` are the moments at which text arrived, of all of them."""
+    """Clients that stream one reply after the other, of letters, so that each token is text at once. `seen` are the moments at which text
+    arrived, of all of them."""
 
-    def __init__(self, url: str, clients: int) -> None:
+    def __init__(self, url: str, clients: int, model: Path) -> None:
         self.seen: list[float] = []
         self.calls = self.failed = 0
+        self._letters = find_letters(model)
         self._url = url
         self._stopping = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(clients)]
@@ -97,7 +100,7 @@ class Load:
         connection = http.client.HTTPConnection(where.hostname, where.port, timeout=300)
         body = {"model": "policy", "messages": [{"role": "user", "content": question}], "max_tokens": TOKENS, "stream": True}
         # A random model soon samples its end.
-        body["ignore_eos"] = True
+        body |= {"ignore_eos": True, "allowed_token_ids": self._letters}
         headers = {"authorization": f"Bearer {session['api_key']}", "content-type": "application/json"}
         try:
             connection.request("POST", f"{where.path}/chat/completions", json.dumps(body), headers)
@@ -121,6 +124,13 @@ class Load:
                 if choice.get("delta", {}).get("content"):
                     self.seen.append(time.monotonic())
         return None
+
+
+def find_letters(model: Path) -> list[int]:
+    """The tokens that are one letter. Others may be a part of a character, of which a client sees nothing until it is whole."""
+    from transformers import AutoTokenizer
+
+    return [int(token) for token in AutoTokenizer.from_pretrained(model).convert_tokens_to_ids([*ascii_lowercase])]
 
 
 def longest_silence(moments: Sequence[float], start: float, end: float) -> float:
@@ -190,7 +200,7 @@ def under_load(pushes: int, clients: int, count: int, advance: Callable[[], None
         more = [flag for url in urls[1:] for flag in ("--engine", url)]
         _, url = stack.enter_context(serving(urls[0], port, *more))
         pushed = []
-        with Load(url, clients) as load:
+        with Load(url, clients, checkpoints[0]) as load:
             for place in range(pushes * len(MODES)):
                 checkpoint = checkpoints[(place + 1) % 2]
                 pushed.append(measure(url, load, place + 1, checkpoint, MODES[place % len(MODES)]))
