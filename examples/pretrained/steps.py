@@ -30,7 +30,7 @@ from examples.learn.trainer import shuffle_rewards
 from examples.pretrained.journal import Journal
 from examples.pretrained.policy import Policy
 from examples.pretrained.varied import draw_varied
-from examples.tasks_loop.trainer import OVER, connected
+from examples.tasks_loop.trainer import connected, find_loss
 from trainer_client import Batch, Group, TrainerClient, prune_versions, version_folder, write_weights
 from trainer_client.advantages import grpo
 
@@ -155,33 +155,29 @@ class Training:
 
     @contextlib.contextmanager
     def _gathered(self, bodies: Sequence[Mapping[str, Any]]) -> Iterator[Batch]:
-        """The tasks' groups as one batch, acknowledged at the end of the block or given back if it raises; those whose rollouts all failed
-        are missing. Raises RuntimeError if no group came."""
+        """The tasks' groups as one batch, acknowledged at the end of the block or given back if it raises; those that never come are
+        missing. Raises RuntimeError if no group came."""
         missing = {body["task_id"] for body in bodies}
         groups: dict[str, Group] = {}
+        lost: dict[str, str] = {}
         with contextlib.ExitStack() as leases:
             while missing:
                 part = self._client.lease(max_groups=len(missing), wait_seconds=5)
                 if part is None:
-                    missing -= self._list_lost(missing)
+                    lost |= {name: reason for name in missing if (reason := find_loss(self._admin, name))}
+                    missing -= lost.keys()
                     continue
                 # Groups of a step that is done are delivered again if the trainer died before it acknowledged them.
                 leases.enter_context(part)
                 groups |= {group.group_id: group for group in part.groups if group.group_id in missing}
                 missing -= groups.keys()
             if not groups:
-                raise RuntimeError(
-                    f"no rollout of {bodies[0]['task_id']} and the tasks with it can be trained on: verbatim tasks show"
-                )
+                name, reason = next(iter(lost.items()))
+                raise RuntimeError(f"none of {len(lost)} groups came; {name}: {reason}; see verbatim tasks show {name}")
             yield Batch([groups[body["task_id"]] for body in bodies if body["task_id"] in groups], self._read_version())
 
     def _read_version(self) -> int:
         return int(self._client.weights()["current"]["version"])
-
-    def _list_lost(self, names: set[str]) -> set[str]:
-        """The tasks that have ended without a rollout to train on."""
-        states = {name: self._admin.get(f"/tasks/{name}").raise_for_status().json() for name in names}
-        return {name for name, state in states.items() if state["status"] in OVER and not state["usable"]}
 
     def _tell(self, bodies: Sequence[Mapping[str, Any]], batch: Batch) -> dict[str, Any]:
         """What became of the rollouts and of their tokens. A rollout without a reward counts as 0."""

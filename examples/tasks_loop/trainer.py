@@ -37,6 +37,7 @@ from examples.tasks_loop.tasks import task, task_id
 from trainer_client import TrainerClient
 
 OVER = ("completed", "cancelled")
+UNDELIVERED = ("dropped", "dead")
 
 
 class Tasks:
@@ -54,11 +55,22 @@ class Tasks:
             self._admin.post("/tasks", json=body).raise_for_status()
 
     def check(self, step: int) -> None:
-        """Raises RuntimeError when one of the step's tasks has ended without a rollout to train on: its group never comes."""
+        """Raises RuntimeError when the group of one of the step's tasks never comes."""
         for name in self._names[step]:
-            state = self._admin.get(f"/tasks/{name}").raise_for_status().json()
-            if state["status"] in OVER and not state["usable"]:
-                raise RuntimeError(f"{name} has no rollout to train on: {state['rollouts']}; see verbatim tasks show {name}")
+            if reason := find_loss(self._admin, name):
+                raise RuntimeError(f"{name} gives nothing to train on: {reason}; see verbatim tasks show {name}")
+
+
+def find_loss(admin: httpx.Client, name: str) -> str | None:
+    """Why the group of the task never comes, None if it came or may come."""
+    task = admin.get(f"/tasks/{name}").raise_for_status().json()
+    if task["status"] not in OVER:
+        return None
+    if not task["usable"]:
+        return f"no rollout can be trained on, {task['rollouts']}"
+    # A rollout that ended well may lack what its group needs, as scores that were required.
+    group = admin.get(f"/groups/{name}").raise_for_status().json()
+    return str(group["reason"]) if group["delivery"] in UNDELIVERED else None
 
 
 @contextlib.contextmanager

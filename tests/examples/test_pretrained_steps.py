@@ -51,15 +51,19 @@ RULES = Rules(
 DEATHS = [(1, "before its line"), (2, "before the push"), (3, "before the acknowledgement"), (4, "during a trial")]
 
 
+TOO_SHORT = 8
+"""A teacher's window that no call fits into."""
+
+
 @pytest.fixture
 async def world(
-    engine: ScriptedEngine, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: ScriptedEngine, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> AsyncIterator[World]:
-    """With a teacher, which scores sessions that ask for it."""
+    """With a teacher, which scores sessions that ask for it; the parameter is its window."""
     require("bwrap")
     monkeypatch.setenv("VERBATIM_ADMIN_TOKEN", ADMIN)
     monkeypatch.setenv("VERBATIM_TRAINER_TOKEN", TRAINER)
-    with ScriptedEngine("qwen3") as teacher:
+    with ScriptedEngine("qwen3", max_model_len=getattr(request, "param", 8192)) as teacher:
         engines, scorers = [engine.url, f"{TEACHER}={teacher.url}"], {TEACHER: {"policy": TEACHER}}
         async with serving_world(redis_url, engines, tmp_path, scorers=scorers) as world:
             yield world
@@ -147,3 +151,13 @@ async def test_a_teachers_scores_of_all_sampled_tokens_teach_whatever_was_earned
     assert line["rollouts"] == 4 and line["learned_groups"] == 2
     assert line["scored_tokens"] == line["learned_tokens"] == line["sampled_tokens"] > 0
     assert [line["step"] for line in journal.read("held-out")] == [0, 1]
+
+
+@pytest.mark.parametrize("world", [TOO_SHORT], indirect=True)
+async def test_groups_whose_required_scores_fail_are_not_waited_for(world: World, tmp_path: Path) -> None:
+    rules = replace(RULES, steps=1, held_out_every=1, taught=True)
+    model_dir = make_tiny_model(tmp_path / "model", layers=1, hidden_size=64)
+    async with world.node(f"steps-{uuid.uuid4().hex[:8]}"):
+        with pytest.raises(RuntimeError, match=r"none of 2 groups came; step-1-\d: dropped by the group's rule"):
+            await asyncio.to_thread(train, world, model_dir, rules)
+    assert [line["step"] for line in Journal(tmp_path / "results.jsonl").read("held-out")] == [0]
