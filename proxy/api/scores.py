@@ -135,7 +135,7 @@ async def _describe(services: Services, state: SessionState) -> dict[str, Any]:
     session_id = state.info.session_id
     named = {*state.info.scores, *services.settings.scorers}
     # Before the scores: of a job that ends in between there are some.
-    queued = await services.scoring.find_queued(session_id, named)
+    queued = await services.scoring.find_queued(state, named)
     state = await closing.load_session(services, session_id)
     # Those of judges, and of scorers that broke.
     verdicts = {name: each for name, each in state.verdicts.items() if not name.startswith(FEEDBACK)}

@@ -8,7 +8,8 @@ twice: a call that has a score keeps it.
 A job that fails is tried again, less and less often, until `timeout_seconds` have passed since its first try, or since a call was last
 scored. Then the calls that are left get the reason in place of a score, which is the end of it: a session that requires the scorer is not
 usable in its group, another one is delivered with that reason. `POST /sessions/{id}/scores` tries again. The same holds for what breaks by
-a fault of this service; where not even the rows can be built, the reason is kept as a verdict, and the group gets the session without rows.
+a fault of this service, and for a job with which MOST_LOST processes in a row vanished; where not even the rows can be built, the reason is
+kept as a verdict, and the group gets the session without rows.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ log = logging.getLogger(__name__)
 
 TAKEN_SECONDS = 15.0
 """How long a job is taken for: that long it lies when its process dies. It is renewed three times in that time."""
+MOST_LOST = 5
+"""Processes that may vanish with a job before it counts as what ends them: a session that is too large, for one."""
 LOOK_SECONDS = 2.0
 """How often a process that has nothing to score looks for jobs of other processes."""
 LOOK_UNSET_SECONDS = 30.0
@@ -80,9 +83,11 @@ class Scoring:
         await self._jobs.add(ScoreJob(info.session_id, info.created_at, name, again))
         self._woken.set()
 
-    async def find_queued(self, session_id: str, names: Iterable[str]) -> set[str]:
-        """Those of the scorers and judges whose job for the session is not done."""
-        return await self._jobs.find_queued(session_id, names)
+    async def find_queued(self, state: SessionState, names: Iterable[str]) -> set[str]:
+        """Those of the scorers and judges whose job for the session is not done, or comes after a judge's that is not."""
+        queued = await self._jobs.find_queued(state.info.session_id, names)
+        waiting = {name for name in state.info.scores if self._awaits_judges(state, name)}
+        return queued | waiting if queued & self._judges.keys() else queued
 
     async def hold_back(self, state: SessionState, settled: Settled, scores: Mapping[str, Scores]) -> bool:
         """Whether the closed session's group waits for scores; then jobs for them are stored."""
@@ -175,7 +180,7 @@ class Scoring:
         except asyncio.CancelledError:
             # The process stops: another one goes on at once.
             with contextlib.suppress(StoreUnavailable):
-                await self._jobs.keep(taken, 0.0)
+                await self._jobs.put_off(taken, 0.0)
             raise
         finally:
             doing.cancel()
@@ -186,6 +191,11 @@ class Scoring:
         state = await self._services.sessions.load(job.session_id)
         if state is None or state.info.created_at != job.created_at:
             await self._jobs.settle(taken)
+            return
+        if taken.lost >= MOST_LOST:
+            reason = f"{taken.lost} processes in a row vanished while it was scored"
+            # Whoever vanishes with that, too, could not even build the rows.
+            await (self._give_up if taken.lost == MOST_LOST else self._leave_out)(taken, state, reason)
             return
         try:
             try:
@@ -202,9 +212,10 @@ class Scoring:
             if taken.age < self._services.settings.scoring.timeout_seconds:
                 now = await self._services.sessions.load(job.session_id)
                 pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(taken.number, 10))
-                await self._jobs.keep(taken, pause, got_on=now is not None and now.scored > state.scored)
+                await self._jobs.put_off(taken, pause, got_on=now is not None and now.scored > state.scored)
             else:
-                await self._give_up(taken, state, error)
+                limit = self._services.settings.scoring.timeout_seconds
+                await self._give_up(taken, state, f"not scored within {limit:g} s: {_describe(error)}")
 
     async def _score(self, job: ScoreJob, state: SessionState) -> None:
         """Raises what an engine, a judge or the store raises."""
@@ -244,10 +255,9 @@ class Scoring:
         fault = error if reason == "fault" else None
         log.warning("session %s: not scored by %s yet: %s", job.session_id, job.scorer, _describe(error), exc_info=fault)
 
-    async def _give_up(self, taken: TakenJob, state: SessionState, error: Exception) -> None:
+    async def _give_up(self, taken: TakenJob, state: SessionState, reason: str) -> None:
         """Stores why the calls that are left have nothing, for good."""
         job = taken.job
-        reason = f"not scored within {self._services.settings.scoring.timeout_seconds:g} s: {_describe(error)}"
         log.error("session %s: given up by %s: %s", job.session_id, job.scorer, reason)
         try:
             state = await _load(self._services, job)
@@ -267,6 +277,15 @@ class Scoring:
             self._metrics.count_failure(job.scorer, "gave_up")
             await self._note(job, reason)
         await self._finish(taken, at_last=True)
+
+    async def _leave_out(self, taken: TakenJob, state: SessionState, reason: str) -> None:
+        """Stores the reason for the whole session, which joins its group without rows."""
+        log.error("session %s joins its group without rows: %s", state.info.session_id, reason)
+        self._metrics.count_failure(taken.job.scorer, "gave_up")
+        await self._note(taken.job, reason)
+        if state.status in ENDED and taken.job.scorer in state.info.scores:
+            await self._fill(self._services, state, broken=True)
+        await self._jobs.settle(taken)
 
     async def _note(self, job: ScoreJob, reason: str) -> None:
         with contextlib.suppress(NotFound, Conflict):

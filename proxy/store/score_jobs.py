@@ -35,12 +35,13 @@ class ScoreJob:
 @dataclass(frozen=True, slots=True)
 class TakenJob:
     """A job that was taken, for the `number`-th time, after it was asked for `asked` times, and was first taken `age` seconds ago, or first
-    since it last got on."""
+    since it last got on. `lost`: how many times in a row whoever had taken it vanished."""
 
     job: ScoreJob
     number: int
     asked: int
     age: float
+    lost: int
 
 
 class ScoreJobStore:
@@ -58,13 +59,19 @@ class ScoreJobStore:
         answer = await self._run("take_score_job", repr(seconds))
         if not answer:
             return None
-        packed, number, asked, age = answer
-        return TakenJob(unpack_versioned(packed, ScoreJob), int(number), int(asked), float(age))
+        packed, number, asked, age, lost = answer
+        return TakenJob(unpack_versioned(packed, ScoreJob), int(number), int(asked), float(age), int(lost))
 
-    async def keep(self, taken: TakenJob, seconds: float, *, got_on: bool = False) -> bool:
-        """It is worked at for so many seconds more, or left alone that long. `got_on`: its age is counted anew. False: another process has
-        taken it since."""
-        return bool(await self._run("keep_score_job", taken.job.name, taken.number, repr(seconds), int(got_on)))
+    async def keep(self, taken: TakenJob, seconds: float) -> bool:
+        """It is worked at for so many seconds more. False: another process has taken it since."""
+        return await self._prolong(taken, seconds)
+
+    async def put_off(self, taken: TakenJob, seconds: float, *, got_on: bool = False) -> bool:
+        """It is left alone that long. `got_on`: its age is counted anew. False: another process has taken it since."""
+        return await self._prolong(taken, seconds, 1, int(got_on))
+
+    async def _prolong(self, taken: TakenJob, seconds: float, put_off: int = 0, got_on: int = 0) -> bool:
+        return bool(await self._run("keep_score_job", taken.job.name, taken.number, repr(seconds), put_off, got_on))
 
     async def settle(self, taken: TakenJob) -> bool:
         """It is done, unless it was asked for again meanwhile: then it is due again. False: another process has taken it since."""

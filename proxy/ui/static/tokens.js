@@ -145,6 +145,7 @@ class TokenView {
     this.slider = root.querySelector("[data-slider]");
     this.overview = root.querySelector("[data-overview]");
     this.legend = root.querySelector("[data-legend]");
+    this.scorer = root.querySelector("[data-scorer]");
     this.mode = "logprob";
     this.page = null;
     this.at = 0;
@@ -156,6 +157,10 @@ class TokenView {
     for (const choice of this.root.querySelectorAll("[data-mode]")) {
       choice.addEventListener("change", () => this.colour(choice.value));
     }
+    this.scorer.addEventListener("change", () => {
+      this.take(this.page);
+      this.select(this.at);
+    });
     for (const button of this.root.querySelectorAll("[data-page]")) {
       button.addEventListener("click", () => this.turn(Number(button.dataset.page)));
     }
@@ -196,6 +201,7 @@ class TokenView {
 
   take(page) {
     this.page = page;
+    this.offer(Object.keys(page.scores ?? {}));
     if (page.overview) this.drawOverview(page.overview);
     this.versions = new Array(page.ids.length).fill(null);
     for (const [version, from, to] of page.versions) this.versions.fill(version, from, to);
@@ -213,11 +219,17 @@ class TokenView {
     this.slider.setAttribute("aria-valuetext", this.where.textContent);
     this.root.querySelector('[data-page="-1"]').disabled = page.start === 0;
     this.root.querySelector('[data-page="1"]').disabled = end >= page.total;
-    this.root.querySelector("[data-mode][value=score]").parentElement.hidden = Object.keys(page.scores ?? {}).length === 0;
     this.stream.scrollTop = 0;
     this.explain();
     this.card.textContent = page.total ? "Point at a token, or move with the arrow keys." : "";
     this.root.removeAttribute("aria-busy");
+  }
+
+  /** Let one of the scorers be chosen, if there are several. */
+  offer(names) {
+    this.root.querySelector("[data-mode][value=score]").parentElement.hidden = names.length === 0;
+    this.scorer.hidden = names.length < 2;
+    if (this.scorer.options.length !== names.length) this.scorer.replaceChildren(...names.map((name) => new Option(name)));
   }
 
   span(id, at) {
@@ -227,7 +239,7 @@ class TokenView {
     const version = this.versions[at];
     span.className = `t k${this.page.kinds[at]}`;
     if (logprob !== null) span.classList.add(`b${bucket(logprob)}`);
-    const [score] = this.scoresAt(at);
+    const score = this.scoresAt(at).find(([name]) => name === this.scorer.value);
     if (score) span.classList.add(`d${distance(score[1] - logprob)}`);
     if (version !== null) span.classList.add(`v${version % VERSION_COLOURS}`);
     if (text === null) span.classList.add("raw");

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 
 from proxy import rows
+from proxy.scoring.scoring import MOST_LOST
 from proxy.scoring.work import SessionScoring
+from proxy.store.score_jobs import ScoreJobStore
 from tests.proxy.scoring.test_scoring import lease, play, scored, state_of
 from tests.support.engine.scripted_engine import Fail, Generation, ScriptedEngine
 from tests.support.service.redis_server import RedisServer
@@ -19,7 +22,9 @@ from tests.support.service.verbatim_process import TRAINER, wait_until
 
 
 @contextmanager
-def scoring(redis_server: RedisServer, student: ScriptedEngine, teacher: ScriptedEngine) -> Iterator[RunningService]:
+def scoring(
+    redis_server: RedisServer, student: ScriptedEngine, teacher: ScriptedEngine, *, timeout_seconds: float = 0.001
+) -> Iterator[RunningService]:
     """A service that gives up at the first failure."""
     redis_server.flushall()
     scorers: dict[str, Any] = {
@@ -30,7 +35,7 @@ def scoring(redis_server: RedisServer, student: ScriptedEngine, teacher: Scripte
         # Nobody listens there.
         **{name: {"url": "http://127.0.0.1:9/turn", "required": name == "strict"} for name in ("strict", "lenient")},
     }
-    limits = {"timeout_seconds": 0.001}
+    limits = {"timeout_seconds": timeout_seconds}
     with student, teacher:
         engines = [student.url, f"teacher={teacher.url}"]
         asked: Any = {"scorers": scorers, "scoring": limits, "group": {"policy": "drop"}}
@@ -97,6 +102,13 @@ def test_a_session_whose_judge_gives_no_hints_is_delivered_without_hindsight(red
         assert not scored(teacher.generations)
 
 
+def test_hindsight_is_queued_while_its_judge_is_asked(redis_server: RedisServer) -> None:
+    """It had no state: its job comes after the judge's."""
+    with scoring(redis_server, ScriptedEngine(), ScriptedEngine(), timeout_seconds=60) as service:
+        session_id = play(service, scores=["hindsight", "lenient"])
+        assert {state_of(service, session_id, name)["state"] for name in ("hindsight", "lenient")} == {"queued"}
+
+
 def test_a_session_does_not_wait_for_a_scorer_that_no_process_has_any_more(redis_server: RedisServer) -> None:
     """Nobody looked for jobs where no scorer was set: its group waited forever."""
     redis_server.flushall()
@@ -135,6 +147,35 @@ def test_what_a_fault_of_the_service_breaks_ends_with_its_reason_and_its_group_w
         teacher.script = None
         service.request("POST", f"/sessions/{session_id}/scores", json={"scorer": "teacher"})
         wait_until(lambda: state_of(service, session_id, "teacher")["state"] == "scored", 60, "it is tried again")
+
+
+@pytest.mark.parametrize(("holder", "name"), [(SessionScoring, "run"), (rows, "session_rows")])
+def test_a_session_with_which_process_after_process_vanishes_ends_with_that_reason(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, holder: Any, name: str
+) -> None:
+    """It was taken again for ever, by one process after the other. Here each loses the job instead of its life."""
+
+    async def hang(*_: Any) -> None:
+        await asyncio.sleep(60)
+
+    async def lose(*_: Any) -> bool:
+        return False
+
+    def script(generation: Generation, index: int) -> Fail:
+        # When it was closed its rows could be built.
+        monkeypatch.setattr(holder, name, hang)
+        return Fail(500, "out of order")
+
+    monkeypatch.setattr(ScoreJobStore, "keep", lose)
+    for limit in ("TAKEN_SECONDS", "LOOK_SECONDS"):
+        monkeypatch.setattr(f"proxy.scoring.scoring.{limit}", 0.1)
+    teacher = ScriptedEngine()
+    with scoring(redis_server, ScriptedEngine(), teacher, timeout_seconds=60) as service:
+        teacher.script = script
+        session_id = play(service, scores=["teacher"], group_id="alone", group_size=1)
+        wait_until(lambda: state_of(service, session_id, "teacher")["state"] == "failed", 60, "it is given up")
+        assert f"{MOST_LOST + (holder is rows)} processes in a row" in state_of(service, session_id, "teacher")["error"]
+        wait_until(lambda: service.request("GET", "/groups/alone").json()["delivery"] == "dropped", 60, "its group ends")
 
 
 def failures(service: RunningService) -> set[str]:

@@ -29,6 +29,7 @@ from tests.support.service.ui_sessions import (
     shown_service,
 )
 from tests.support.sessions.calls import Talk
+from tests.support.sessions.stored_scores import scored
 
 __all__ = ["shown_engine", "shown_service"]
 SHOWN = (group_of_four, agent_session, picture_session, hostile_session, large_session, long_session)
@@ -281,6 +282,25 @@ def test_masks_and_weight_versions_have_colours_of_their_own(browser: Browser, s
     browser.one("[data-mode][value=mask]").click()
     kinds = {token.get_attribute("class").split()[1] for token in browser.all(".stream .t")}
     assert kinds == {"k0", "k1"}
+
+
+def test_the_scores_of_the_scorer_that_is_chosen_have_colours(browser: Browser, service: RunningService) -> None:
+    """The sampled token k has the logprob 0 by the one, and -9 k by the other."""
+    session = service.session()
+    session.ask("q", max_tokens=4)
+    for scorer, nats in (("distant", 9.0), ("near", 0.0)):
+        scored(service, session.session_id, scorer, top_k=0, nats=nats)
+    browser.open(f"{service.url}/ui/sessions/{session.session_id}")
+    browser.one("[data-tokens*='rows/'] > summary").click()
+    browser.wait(lambda: browser.all(".stream .t"), "tokens")
+    browser.one("[data-mode][value=score]").click()
+
+    def far() -> int:
+        return len(browser.all(".stream .t.k1.d3"))
+
+    assert far() == 3
+    browser.one("[data-scorer]").send_keys("near")
+    assert far() == 0 and len(browser.all(".stream .t.k1.d0, .stream .t.k1.d1")) == 4
 
 
 def test_a_call_of_128k_tokens_costs_no_more_than_a_short_one(browser: Browser, service: RunningService) -> None:
