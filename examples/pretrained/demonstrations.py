@@ -50,13 +50,12 @@ def is_complete(generated: Path) -> bool:
         return False
 
 
-def read_demonstrations(generated: Path, *, solved: bool = False) -> Batch:
-    """The accepted rows of a folder that `verbatim generate` wrote, a group for each exercise; those that failed come again, or with
-    `solved` not at all."""
+def read_demonstrations(generated: Path) -> Batch:
+    """The accepted rows of a folder that `verbatim generate` wrote, a group for each exercise; those that failed come again."""
     exercises: dict[str, list[Trajectory]] = defaultdict(list)
     for row in ArchiveReader(generated / "accepted").rows("trajectories"):
         decoded = decode_trajectory({**row, **_load_json(row)})
-        exercises[decoded.task_id] += [decoded] * (1 if decoded.reward else 0 if solved else FAILED_COUNTS)
+        exercises[decoded.task_id] += [decoded] * (1 if decoded.reward else FAILED_COUNTS)
     return Batch([Group(name, tuple(attempts)) for name, attempts in exercises.items()], weight_version=0)
 
 

@@ -65,15 +65,22 @@ async def demonstrate(agent: CliAgent, count: int, seed: int, model_dir: Path, f
     await generate(expert, port, folder / "tasks.jsonl", folder / "generated", logs / "generate.log", more)
 
 
+def copy_last_policy(run: Path, out: Path) -> Path:
+    """A folder of its own, complete once it is there: what the run's last step left, or its beginning if none is done."""
+    made, done = out.with_name(f".{out.name}.writing"), Journal(run / RESULTS).done
+    shutil.copytree(run / "warm", made, dirs_exist_ok=True)
+    if done:
+        shutil.copytree(run / "weights" / f"version-{done}", made, dirs_exist_ok=True)
+    return made.rename(out)
+
+
 async def generate_held_out(run: Path, agent: CliAgent, per_kind: int, samples: int, out: Path) -> None:
     """What the last policy of a run solves of held-out exercises that the run itself did not try."""
     exercises = list(islice(draw_varied(Random("generations"), "held-out"), per_kind * len(KINDS)))
     write_exercises(out / "tasks.jsonl", exercises, agent)
-    port, done = free_port(), Journal(run / RESULTS).done
+    port = free_port()
     with tempfile.TemporaryDirectory() as made:
-        policy = Path(shutil.copytree(run / "warm", made, dirs_exist_ok=True))
-        if done:
-            shutil.copytree(run / "weights" / f"version-{done}", policy, dirs_exist_ok=True)
+        policy = copy_last_policy(run, Path(made) / "policy")
         argv, env = vllm_command(policy, port, max_model_len=2048)
         threads = max(1, (os.cpu_count() or 1) - 1)
         engine = Child("vLLM", argv, out / "vllm.log", env={**env, **make_one_process_env(threads)})

@@ -9,6 +9,7 @@ was killed:
     results.jsonl     what is done (examples.pretrained.journal)               curves.png
     weights/          the last versions                 checkpoints/      their optimizers
     data/             the service's records             logs/
+    teacher/          what a run that teaches had learned
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ from examples.learn.agents import AGENTS, with_agents
 from examples.pretrained.acceptance import show_acceptance
 from examples.pretrained.curves import RESULTS, draw_curves
 from examples.pretrained.demonstrations import is_complete
-from examples.pretrained.generations import demonstrate
+from examples.pretrained.generations import copy_last_policy, demonstrate
 from examples.pretrained.journal import Journal, Line
 from examples.pretrained.smollm2 import with_packages
 from examples.tasks_loop.loop import Parts, node
 
 SMOLLM2 = "smollm2"
+SETTINGS = "run.json"
 LONGEST_FOLDER = 70
 """Bytes of its path: a Unix socket below it may have about a hundred."""
 # The node reserves what a task may use at most; most agents wait for the model.
@@ -53,7 +55,7 @@ SLOTS = ("--prepare", "2", "--ready", "4", "--run", "16", "--evaluate", "2", "--
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What makes a run; only `steps` may change when it goes on. `warm_start`: a folder with a policy to begin with, of another run;
-    `teacher`: one with a policy to learn from."""
+    `teacher`: one with a policy to learn from, or with a run whose last policy teaches."""
 
     agent: str
     model: str
@@ -174,7 +176,7 @@ class Run:
             groups=own.groups,
             rollouts=own.rollouts,
             learning_rate=own.learning_rate,
-            teacher=own.teacher,
+            teacher=own.teacher and str(find_teacher(Path(own.teacher), self.out / "teacher")),
         )
 
     @staticmethod
@@ -212,6 +214,13 @@ class Run:
             show_new()
 
 
+def find_teacher(folder: Path, made: Path) -> Path:
+    """The folder of a policy itself; of a run, `made`, where its last policy is copied once, however far it goes meanwhile."""
+    if not (folder / SETTINGS).exists():
+        return folder
+    return made if made.exists() else copy_last_policy(folder, made)
+
+
 def describe(line: Line) -> str:
     """A line of the journal in words."""
     if line["event"] == "push":
@@ -226,7 +235,7 @@ def describe(line: Line) -> str:
 
 def open_run(out: Path, settings: Settings, *, resume: bool) -> None:
     """Put the settings into the folder, or hold them against those that are there. Raises BadParameter."""
-    path = out / "run.json"
+    path = out / SETTINGS
     if len(os.fsencode(out)) > LONGEST_FOLDER:
         raise typer.BadParameter(f"{out} is too long a path for the store's socket in it", param_hint="--out")
     if not path.exists():
@@ -281,7 +290,8 @@ def main(
         bool, typer.Option("--shuffle-rewards", help="The rollouts of a group exchange their rewards; the curve stays flat.")
     ] = False,
     teacher: Annotated[
-        Path | None, typer.Option(help="The folder of a policy whose scores of the sampled tokens teach, in place of rewards.")
+        Path | None,
+        typer.Option(help="The folder of a policy, or of a run for its last one, whose scores teach in place of rewards."),
     ] = None,
     shuffle_scores: Annotated[
         bool, typer.Option("--shuffle-scores", help="Each token gets the teacher's score of another; nothing is learned.")

@@ -29,10 +29,9 @@ def warm_start(
     epochs: Annotated[int, typer.Option()] = 6,
     learning_rate: Annotated[float, typer.Option()] = 1e-4,
     seed: Annotated[int, typer.Option()] = 0,
-    solved: Annotated[bool, typer.Option("--solved", help="Imitate those alone that were rewarded.")] = False,
 ) -> None:
     """Imitate for `epochs` epochs and write the policy."""
-    batch, policy = read_demonstrations(demonstrations, solved=solved), Policy(model_dir, Recipe(learning_rate))
+    batch, policy = read_demonstrations(demonstrations), Policy(model_dir, Recipe(learning_rate))
     log.unlink(missing_ok=True)
     for number, part in enumerate(_shuffle(batch, exercises, epochs, random.Random(seed)), start=1):
         started = time.monotonic()

@@ -19,10 +19,11 @@ from examples.demo.tiny_model import make_tiny_model
 from examples.learn.agents import AGENTS
 from examples.learn.exercises import KINDS
 from examples.pretrained.acceptance import ALL, count_attempts
+from examples.pretrained.curves import RESULTS
 from examples.pretrained.demonstrations import is_complete, read_demonstrations, write_demonstrations
 from examples.pretrained.expert import Expert, make_app
 from examples.pretrained.journal import Journal
-from examples.pretrained.run import Settings, describe, open_run
+from examples.pretrained.run import Settings, describe, find_teacher, open_run
 from examples.pretrained.steps import Rules
 from examples.pretrained.varied import WORDINGS, draw_varied, make_varied
 from proxy.archive.folder import ArchiveWriter
@@ -142,9 +143,6 @@ def test_demonstrations_are_read_as_they_were_recorded_those_that_failed_twice(t
     batch = read_demonstrations(tmp_path)
     assert is_complete(tmp_path) and [group.group_id for group in batch.groups] == ["task-1", "task-2"]
     assert [encode_row(row) for row in batch.rows] == [encode_row(row) for row in (solved, failed, failed, other)]
-    assert [encode_row(row) for row in read_demonstrations(tmp_path, solved=True).rows] == [
-        encode_row(row) for row in (solved, other)
-    ]
 
 
 # Going on
@@ -188,6 +186,23 @@ def test_a_folder_with_a_run_is_not_overwritten_or_used_with_other_settings(tmp_
 
 
 # What is shown
+
+
+def test_a_run_teaches_with_what_it_had_learned_when_it_was_first_asked(tmp_path: Path) -> None:
+    run, made = tmp_path / "run", tmp_path / "taught" / "teacher"
+    for folder, files in (("warm", ("config.json", "model.safetensors")), ("weights/version-1", ("model.safetensors",))):
+        (run / folder).mkdir(parents=True)
+        for file in files:
+            (run / folder / file).write_text(folder)
+    assert find_teacher(run / "warm", made) == run / "warm"
+    made.parent.mkdir()
+    open_run(run, SETTINGS, resume=False)
+    journal = Journal(run / RESULTS)
+    journal.add("step", 1)
+    for _ in range(2):
+        assert find_teacher(run, made) == made
+        assert [(made / file).read_text() for file in ("config.json", "model.safetensors")] == ["warm", "weights/version-1"]
+        journal.add("step", 2)
 
 
 def test_attempts_are_counted_by_kind_and_agent() -> None:
