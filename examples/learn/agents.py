@@ -26,7 +26,7 @@ INSTALLED = Path(__file__).resolve().parents[2] / ".cache" / "harnesses"
 SYSTEM = "You are an agent with a shell."
 LONGEST_REPLY = 60
 MOST_CALLS = 4
-MOST_SECONDS = 600
+MOST_SECONDS = 240
 
 # Jinja's braces have blanks inside, unlike a definition's placeholders.
 MINI_CONFIG = f"""\
