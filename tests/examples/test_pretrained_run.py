@@ -196,7 +196,7 @@ def test_a_run_teaches_with_what_it_had_learned_when_it_was_first_asked(tmp_path
             (run / folder / file).write_text(folder)
     assert find_teacher(run / "warm", made) == run / "warm"
     made.parent.mkdir()
-    open_run(run, SETTINGS, resume=False)
+    (run / "run.json").write_text("{}")
     journal = Journal(run / RESULTS)
     journal.add("step", 1)
     for _ in range(2):
