@@ -45,7 +45,7 @@ from examples.pretrained.smollm2 import with_packages
 from examples.tasks_loop.loop import Parts, node
 
 SMOLLM2 = "smollm2"
-SETTINGS = "run.json"
+RUN_FILE = "run.json"
 LONGEST_FOLDER = 70
 """Bytes of its path: a Unix socket below it may have about a hundred."""
 # The node reserves what a task may use at most; most agents wait for the model.
@@ -86,10 +86,13 @@ class Run:
         self._console = console
         self._logs = out / "logs"
         self.journal = Journal(out / RESULTS)
+        self._teacher: Path | None = None
 
     async def go(self) -> None:
         """All phases that are not done yet. Raises RuntimeError, ChildDied among them."""
         self._logs.mkdir(parents=True, exist_ok=True)
+        if self._settings.teacher:
+            self._teacher = find_teacher(Path(self._settings.teacher), self.out / "teacher")
         if not (self.out / "warm").exists():
             await self._begin()
         if self._is_open():
@@ -176,7 +179,7 @@ class Run:
             groups=own.groups,
             rollouts=own.rollouts,
             learning_rate=own.learning_rate,
-            teacher=own.teacher and str(find_teacher(Path(own.teacher), self.out / "teacher")),
+            teacher=self._teacher and str(self._teacher),
         )
 
     @staticmethod
@@ -215,10 +218,15 @@ class Run:
 
 
 def find_teacher(folder: Path, made: Path) -> Path:
-    """The folder of a policy itself; of a run, `made`, where its last policy is copied once, however far it goes meanwhile."""
-    if not (folder / SETTINGS).exists():
-        return folder
-    return made if made.exists() else copy_last_policy(folder, made)
+    """The folder of a policy itself; of a run, `made`, where its last policy is copied once, however far it goes meanwhile. Raises
+    RuntimeError for a folder that holds neither."""
+    if made.exists():
+        return made
+    if (folder / "warm").exists() and (folder / RUN_FILE).exists():
+        return copy_last_policy(folder, made)
+    if not (folder / "config.json").exists():
+        raise RuntimeError(f"--teacher: {folder} holds no policy, nor a run that has one")
+    return folder
 
 
 def describe(line: Line) -> str:
@@ -235,7 +243,7 @@ def describe(line: Line) -> str:
 
 def open_run(out: Path, settings: Settings, *, resume: bool) -> None:
     """Put the settings into the folder, or hold them against those that are there. Raises BadParameter."""
-    path = out / SETTINGS
+    path = out / RUN_FILE
     if len(os.fsencode(out)) > LONGEST_FOLDER:
         raise typer.BadParameter(f"{out} is too long a path for the store's socket in it", param_hint="--out")
     if not path.exists():

@@ -30,7 +30,7 @@ from examples.learn.trainer import shuffle_rewards
 from examples.pretrained.journal import Journal
 from examples.pretrained.policy import Policy
 from examples.pretrained.varied import draw_varied
-from examples.tasks_loop.trainer import connected, find_loss
+from examples.tasks_loop.trainer import connected, explain_absence
 from trainer_client import Batch, Group, TrainerClient, prune_versions, version_folder, write_weights
 from trainer_client.advantages import grpo
 
@@ -164,7 +164,7 @@ class Training:
             while missing:
                 part = self._client.lease(max_groups=len(missing), wait_seconds=5)
                 if part is None:
-                    lost |= {name: reason for name in missing if (reason := find_loss(self._admin, name))}
+                    lost |= {name: reason for name in missing if (reason := explain_absence(self._admin, name))}
                     missing -= lost.keys()
                     continue
                 # Groups of a step that is done are delivered again if the trainer died before it acknowledged them.

@@ -57,18 +57,18 @@ class Tasks:
     def check(self, step: int) -> None:
         """Raises RuntimeError when the group of one of the step's tasks never comes."""
         for name in self._names[step]:
-            if reason := find_loss(self._admin, name):
+            if reason := explain_absence(self._admin, name):
                 raise RuntimeError(f"{name} gives nothing to train on: {reason}; see verbatim tasks show {name}")
 
 
-def find_loss(admin: httpx.Client, name: str) -> str | None:
+def explain_absence(admin: httpx.Client, name: str) -> str | None:
     """Why the group of the task never comes, None if it came or may come."""
     task = admin.get(f"/tasks/{name}").raise_for_status().json()
     if task["status"] not in OVER:
         return None
     if not task["usable"]:
         return f"no rollout can be trained on, {task['rollouts']}"
-    # A rollout that ended well may lack what its group needs, as scores that were required.
+    # A rollout that ended well may lack what its group needs, such as required scores.
     group = admin.get(f"/groups/{name}").raise_for_status().json()
     return str(group["reason"]) if group["delivery"] in UNDELIVERED else None
 

@@ -8,8 +8,8 @@ twice: a call that has a score keeps it.
 A job that fails is tried again, less and less often, until `timeout_seconds` have passed since its first try, or since a call was last
 scored. Then the calls that are left get the reason in place of a score, which is the end of it: a session that requires the scorer is not
 usable in its group, another one is delivered with that reason. `POST /sessions/{id}/scores` tries again. The same holds for what breaks by
-a fault of this service, and for a job with which MOST_LOST processes in a row vanished; where not even the rows can be built, the reason is
-kept as a verdict, and the group gets the session without rows.
+a fault of this service, and for a job that MOST_LOST processes in a row neither settled nor put off; where not even the rows can be built,
+the reason is kept as a verdict, and the group gets the session without rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 TAKEN_SECONDS = 15.0
 """How long a job is taken for: that long it lies when its process dies. It is renewed three times in that time."""
 MOST_LOST = 5
-"""Processes that may vanish with a job before it counts as what ends them: a session that is too large, for one."""
+"""So many processes may vanish with a job before the job counts as their end: its session may be too large for them."""
 LOOK_SECONDS = 2.0
 """How often a process that has nothing to score looks for jobs of other processes."""
 LOOK_UNSET_SECONDS = 30.0
@@ -162,6 +162,10 @@ class Scoring:
             except (StoreUnavailable, StoredValueError) as error:
                 log.warning("scoring is postponed: %s", error)
                 await asyncio.sleep(LOOK_SECONDS)
+                if taken is not None:
+                    # Nobody vanished with it.
+                    with contextlib.suppress(StoreUnavailable):
+                        await self._jobs.put_off(taken, TAKEN_SECONDS)
             except Exception:
                 log.exception("a scored session is finished later")
             if taken is None:
@@ -193,9 +197,7 @@ class Scoring:
             await self._jobs.settle(taken)
             return
         if taken.lost >= MOST_LOST:
-            reason = f"{taken.lost} processes in a row vanished while it was scored"
-            # Whoever vanishes with that, too, could not even build the rows.
-            await (self._give_up if taken.lost == MOST_LOST else self._leave_out)(taken, state, reason)
+            await self._give_up(taken, f"none of {taken.lost} tries in a row came to an end")
             return
         try:
             try:
@@ -215,7 +217,7 @@ class Scoring:
                 await self._jobs.put_off(taken, pause, got_on=now is not None and now.scored > state.scored)
             else:
                 limit = self._services.settings.scoring.timeout_seconds
-                await self._give_up(taken, state, f"not scored within {limit:g} s: {_describe(error)}")
+                await self._give_up(taken, f"not scored within {limit:g} s: {_describe(error)}")
 
     async def _score(self, job: ScoreJob, state: SessionState) -> None:
         """Raises what an engine, a judge or the store raises."""
@@ -255,10 +257,15 @@ class Scoring:
         fault = error if reason == "fault" else None
         log.warning("session %s: not scored by %s yet: %s", job.session_id, job.scorer, _describe(error), exc_info=fault)
 
-    async def _give_up(self, taken: TakenJob, state: SessionState, reason: str) -> None:
-        """Stores why the calls that are left have nothing, for good."""
+    async def _give_up(self, taken: TakenJob, reason: str) -> None:
+        """Stores why the calls that are left have nothing, for good; of the whole session, without rows, where even that vanished."""
         job = taken.job
         log.error("session %s: given up by %s: %s", job.session_id, job.scorer, reason)
+        if taken.lost > MOST_LOST:
+            self._metrics.count_failure(job.scorer, "gave_up")
+            await self._note(job, reason)
+            await self._finish(taken, broken=True)
+            return
         try:
             state = await _load(self._services, job)
             built = await rows.session_rows(self._services, state)
@@ -278,26 +285,17 @@ class Scoring:
             await self._note(job, reason)
         await self._finish(taken, at_last=True)
 
-    async def _leave_out(self, taken: TakenJob, state: SessionState, reason: str) -> None:
-        """Stores the reason for the whole session, which joins its group without rows."""
-        log.error("session %s joins its group without rows: %s", state.info.session_id, reason)
-        self._metrics.count_failure(taken.job.scorer, "gave_up")
-        await self._note(taken.job, reason)
-        if state.status in ENDED and taken.job.scorer in state.info.scores:
-            await self._fill(self._services, state, broken=True)
-        await self._jobs.settle(taken)
-
     async def _note(self, job: ScoreJob, reason: str) -> None:
         with contextlib.suppress(NotFound, Conflict):
             await self._services.sessions.note_verdicts(job.session_id, job.created_at, job.scorer, Verdicts({}, {}, reason))
 
-    async def _finish(self, taken: TakenJob, *, at_last: bool = False) -> None:
+    async def _finish(self, taken: TakenJob, *, at_last: bool = False, broken: bool = False) -> None:
         """The session goes on to its group before the job is forgotten: whoever dies in between leaves a job that finds nothing to do.
-        `at_last`: it goes there without rows if they cannot be built."""
+        `at_last`: it goes there without rows if they cannot be built; `broken`: without."""
         state = await self._services.sessions.load(taken.job.session_id)
         if state is not None and state.status in ENDED and taken.job.scorer in state.info.scores:
             try:
-                await self._fill(self._services, state)
+                await self._fill(self._services, state, broken=broken)
             except StoreUnavailable:
                 raise
             except VerbatimError as error:

@@ -35,7 +35,7 @@ class ScoreJob:
 @dataclass(frozen=True, slots=True)
 class TakenJob:
     """A job that was taken, for the `number`-th time, after it was asked for `asked` times, and was first taken `age` seconds ago, or first
-    since it last got on. `lost`: how many times in a row whoever had taken it vanished."""
+    since it last got on. `lost`: how many times in a row whoever had taken it neither put it off nor settled it."""
 
     job: ScoreJob
     number: int
@@ -64,14 +64,11 @@ class ScoreJobStore:
 
     async def keep(self, taken: TakenJob, seconds: float) -> bool:
         """It is worked at for so many seconds more. False: another process has taken it since."""
-        return await self._prolong(taken, seconds)
+        return bool(await self._run("keep_score_job", taken.job.name, taken.number, repr(seconds), 0, 0))
 
     async def put_off(self, taken: TakenJob, seconds: float, *, got_on: bool = False) -> bool:
         """It is left alone that long. `got_on`: its age is counted anew. False: another process has taken it since."""
-        return await self._prolong(taken, seconds, 1, int(got_on))
-
-    async def _prolong(self, taken: TakenJob, seconds: float, put_off: int = 0, got_on: int = 0) -> bool:
-        return bool(await self._run("keep_score_job", taken.job.name, taken.number, repr(seconds), put_off, got_on))
+        return bool(await self._run("keep_score_job", taken.job.name, taken.number, repr(seconds), 1, int(got_on)))
 
     async def settle(self, taken: TakenJob) -> bool:
         """It is done, unless it was asked for again meanwhile: then it is due again. False: another process has taken it since."""

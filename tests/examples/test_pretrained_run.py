@@ -23,7 +23,7 @@ from examples.pretrained.curves import RESULTS
 from examples.pretrained.demonstrations import is_complete, read_demonstrations, write_demonstrations
 from examples.pretrained.expert import Expert, make_app
 from examples.pretrained.journal import Journal
-from examples.pretrained.run import Settings, describe, find_teacher, open_run
+from examples.pretrained.run import RUN_FILE, Settings, describe, find_teacher, open_run
 from examples.pretrained.steps import Rules
 from examples.pretrained.varied import WORDINGS, draw_varied, make_varied
 from proxy.archive.folder import ArchiveWriter
@@ -185,24 +185,26 @@ def test_a_folder_with_a_run_is_not_overwritten_or_used_with_other_settings(tmp_
         open_run(folder / ("x" * 80), SETTINGS, resume=False)
 
 
-# What is shown
-
-
 def test_a_run_teaches_with_what_it_had_learned_when_it_was_first_asked(tmp_path: Path) -> None:
     run, made = tmp_path / "run", tmp_path / "taught" / "teacher"
     for folder, files in (("warm", ("config.json", "model.safetensors")), ("weights/version-1", ("model.safetensors",))):
         (run / folder).mkdir(parents=True)
         for file in files:
             (run / folder / file).write_text(folder)
+    with pytest.raises(RuntimeError, match="holds no policy, nor a run that has one"):
+        find_teacher(run, made)
     assert find_teacher(run / "warm", made) == run / "warm"
     made.parent.mkdir()
-    (run / "run.json").write_text("{}")
+    (run / RUN_FILE).write_text("{}")
     journal = Journal(run / RESULTS)
     journal.add("step", 1)
     for _ in range(2):
         assert find_teacher(run, made) == made
         assert [(made / file).read_text() for file in ("config.json", "model.safetensors")] == ["warm", "weights/version-1"]
         journal.add("step", 2)
+
+
+# What is shown
 
 
 def test_attempts_are_counted_by_kind_and_agent() -> None:

@@ -4,11 +4,11 @@ redis.replicate_commands()
 if redis.call('HGET', KEYS[3], ARGV[1]) ~= ARGV[2] then
   return 0
 end
-local now = redis.call('TIME')
-redis.call('ZADD', KEYS[1], 'XX', string.format('%.6f', now[1] + now[2] / 1e6 + tonumber(ARGV[3])), ARGV[1])
 if ARGV[4] == '1' then
   redis.call('HDEL', KEYS[3], 'held:' .. ARGV[1])
 end
+local now = redis.call('TIME')
+redis.call('ZADD', KEYS[1], 'XX', string.format('%.6f', now[1] + now[2] / 1e6 + tonumber(ARGV[3])), ARGV[1])
 if ARGV[5] == '1' then
   redis.call('HDEL', KEYS[3], 'since:' .. ARGV[1])
 end

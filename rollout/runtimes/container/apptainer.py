@@ -109,7 +109,7 @@ async def _forbid_namespaces(first: int) -> None:
 
 
 async def _wait_for_filter(first: int) -> None:
-    """Apptainer may tell of a process before that has set its filter: on a busy machine it has none for a moment."""
+    """Apptainer may report a process before it has set its filter: on a busy machine it has none for a moment."""
     for _ in range(_FILTER_LOOKS):
         if has_filter(first):
             break

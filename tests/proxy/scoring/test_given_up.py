@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from proxy import rows
+from proxy.errors import StoreUnavailable
 from proxy.scoring.scoring import MOST_LOST
 from proxy.scoring.work import SessionScoring
-from proxy.store.score_jobs import ScoreJobStore
+from proxy.store.score_jobs import ScoreJobStore, TakenJob
+from proxy.store.scores import ScoreStore
 from tests.proxy.scoring.test_scoring import lease, play, scored, state_of
 from tests.support.engine.scripted_engine import Fail, Generation, ScriptedEngine
 from tests.support.service.redis_server import RedisServer
@@ -23,9 +25,9 @@ from tests.support.service.verbatim_process import TRAINER, wait_until
 
 @contextmanager
 def scoring(
-    redis_server: RedisServer, student: ScriptedEngine, teacher: ScriptedEngine, *, timeout_seconds: float = 0.001
+    redis_server: RedisServer, student: ScriptedEngine, teacher: ScriptedEngine, **limits: Any
 ) -> Iterator[RunningService]:
-    """A service that gives up at the first failure."""
+    """A service that gives up at the first failure, unless `limits` say otherwise."""
     redis_server.flushall()
     scorers: dict[str, Any] = {
         "teacher": {"policy": "teacher"},
@@ -35,10 +37,9 @@ def scoring(
         # Nobody listens there.
         **{name: {"url": "http://127.0.0.1:9/turn", "required": name == "strict"} for name in ("strict", "lenient")},
     }
-    limits = {"timeout_seconds": timeout_seconds}
     with student, teacher:
         engines = [student.url, f"teacher={teacher.url}"]
-        asked: Any = {"scorers": scorers, "scoring": limits, "group": {"policy": "drop"}}
+        asked: Any = {"scorers": scorers, "scoring": {"timeout_seconds": 0.001, **limits}, "group": {"policy": "drop"}}
         with RunningService(engines, redis_server.url, **asked) as service:
             yield service
 
@@ -154,12 +155,18 @@ def test_a_session_with_which_process_after_process_vanishes_ends_with_that_reas
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, holder: Any, name: str
 ) -> None:
     """It was taken again for ever, by one process after the other. Here each loses the job instead of its life."""
+    keep, hanging = ScoreJobStore.keep, False
 
     async def hang(*_: Any) -> None:
-        await asyncio.sleep(60)
+        nonlocal hanging
+        hanging = True
+        try:
+            await asyncio.sleep(60)
+        finally:
+            hanging = False
 
-    async def lose(*_: Any) -> bool:
-        return False
+    async def lose(jobs: ScoreJobStore, taken: TakenJob, seconds: float) -> bool:
+        return not hanging and await keep(jobs, taken, seconds)
 
     def script(generation: Generation, index: int) -> Fail:
         # When it was closed its rows could be built.
@@ -167,15 +174,41 @@ def test_a_session_with_which_process_after_process_vanishes_ends_with_that_reas
         return Fail(500, "out of order")
 
     monkeypatch.setattr(ScoreJobStore, "keep", lose)
-    for limit in ("TAKEN_SECONDS", "LOOK_SECONDS"):
-        monkeypatch.setattr(f"proxy.scoring.scoring.{limit}", 0.1)
+    hurry(monkeypatch)
     teacher = ScriptedEngine()
-    with scoring(redis_server, ScriptedEngine(), teacher, timeout_seconds=60) as service:
+    with scoring(redis_server, ScriptedEngine(), teacher, timeout_seconds=60, at_once=1) as service:
         teacher.script = script
         session_id = play(service, scores=["teacher"], group_id="alone", group_size=1)
         wait_until(lambda: state_of(service, session_id, "teacher")["state"] == "failed", 60, "it is given up")
-        assert f"{MOST_LOST + (holder is rows)} processes in a row" in state_of(service, session_id, "teacher")["error"]
+        assert f"none of {MOST_LOST + (holder is rows)} tries" in state_of(service, session_id, "teacher")["error"]
         wait_until(lambda: service.request("GET", "/groups/alone").json()["delivery"] == "dropped", 60, "its group ends")
+
+
+def test_a_store_that_takes_no_scores_for_a_while_is_waited_for(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each try that it broke off counted as a process that had vanished."""
+    keep, refused = ScoreStore.keep, 0
+
+    async def refuse(store: ScoreStore, *args: Any, **options: Any) -> None:
+        nonlocal refused
+        refused += 1
+        if refused <= MOST_LOST + 3:
+            raise StoreUnavailable("the store is full")
+        await keep(store, *args, **options)
+
+    monkeypatch.setattr(ScoreStore, "keep", refuse)
+    hurry(monkeypatch)
+    with scoring(redis_server, ScriptedEngine(), ScriptedEngine(), timeout_seconds=60, at_once=1) as service:
+        session_id = play(service, scores=["teacher"])
+        wait_until(lambda: state_of(service, session_id, "teacher")["state"] in ("scored", "failed"), 60, "it ends")
+        assert state_of(service, session_id, "teacher")["state"] == "scored"
+
+
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one worker: another one would take what the first still has."""
+    for limit in ("TAKEN_SECONDS", "LOOK_SECONDS"):
+        monkeypatch.setattr(f"proxy.scoring.scoring.{limit}", 0.1)
 
 
 def failures(service: RunningService) -> set[str]:
